@@ -23,8 +23,8 @@ from matplotlib.figure import Figure
 import dynorm
 from benchmarks.subjects import LENGTH, trained
 from dynorm.jobs.inspect import inspect_pretrained
-from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.texts import split_texts, standard_library_docstrings
+from dynorm.recipe import Recipe
 from dynorm.report.colours import COLOURS
 from dynorm.report.pictures import draw
 from dynorm.table import shortened

@@ -69,7 +69,7 @@ def inputs(kind: str, batch: int, length: int = 0) -> dict[str, Tensor]:
 def converted(model: nn.Module, example: Inputs, to: str = "dyisru") -> nn.Module:
     """Return a copy of a model with all norms replaced, its constants from an example."""
     model = copy.deepcopy(model)
-    dynorm.convert_(model, dynorm.find_norms(model, **example), to)
+    dynorm.convert_(model, dynorm.find_norms(model, **example), to, per_channel=False, witnesses=0)
     dynorm.calibrate_(model, [example])
     return model
 

@@ -31,8 +31,8 @@ from dynorm.jobs.checkpoint import (
     make_batches,
 )
 from dynorm.jobs.job import CALIBRATION_BLOCKS
-from dynorm.jobs.recipe import LANGUAGE, Recipe
 from dynorm.jobs.texts import split_texts, standard_library_docstrings
+from dynorm.recipe import LANGUAGE, Recipe
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 
@@ -54,7 +54,7 @@ ABOUT = {
     "length": 256,
 }
 # Blocks in a batch, measured or trained on.
-BATCH = LANGUAGE["batch"]
+BATCH = LANGUAGE.batch
 # A prompt of GIVEN tokens begins every APART tokens of the held-out blocks. The first PROMPTS are
 # continued by ASKED.
 APART, PROMPTS, GIVEN, ASKED = 64, 200, 32, 64
@@ -78,7 +78,7 @@ def main() -> None:
         "--every", type=int, default=60, help="steps from one measurement to the next"
     )
     parser.add_argument(
-        "--witnesses", type=int, default=LANGUAGE["witnesses"], help="per layer, at most"
+        "--witnesses", type=int, default=LANGUAGE.witnesses, help="per layer, at most"
     )
     steps, every, witnesses = vars(parser.parse_args()).values()
     started = time.process_time()
@@ -110,7 +110,7 @@ def main() -> None:
             if state.global_step % every == 0:
                 add("distilled", state.global_step, model)
 
-    if witnesses == LANGUAGE["witnesses"]:
+    if witnesses == LANGUAGE.witnesses:
         # The effect of rounding on the greedy tokens.
         add("the original in bfloat16", 0, copy.deepcopy(original).bfloat16())
     add("calibrated", 0, model)

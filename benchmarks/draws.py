@@ -25,8 +25,8 @@ from benchmarks.distillation import reference
 from benchmarks.subjects import Batches, Row, add_rows, calibrate, rows_so_far
 from dynorm.jobs.checkpoint import Pretrained, encode, load_pretrained, make_batches
 from dynorm.jobs.job import CALIBRATION_BLOCKS
-from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.texts import split_texts, standard_library_docstrings
+from dynorm.recipe import Recipe
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 

@@ -238,7 +238,14 @@ def build(name: str, seed: int = 0, **config: Any) -> nn.Module:
 def linear_(model: nn.Module, skip: str | None = None, **given: Tensor) -> nn.Module:
     """Convert the norms of a model to linear layers, in place, with constants and centres far from their defaults."""
     generator = torch.Generator().manual_seed(3)
-    dynorm.convert_(model, dynorm.find_norms(model, **given), to="linear", skip=skip)
+    dynorm.convert_(
+        model,
+        dynorm.find_norms(model, **given),
+        to="linear",
+        skip=skip,
+        per_channel=False,
+        witnesses=0,
+    )
     with torch.no_grad():
         for layer in (m for m in model.modules() if isinstance(m, dynorm.LinearControl)):
             for constant in layer.constant_parameters():

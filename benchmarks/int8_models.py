@@ -23,9 +23,9 @@ from benchmarks.subjects import calibrate
 from dynorm.jobs.checkpoint import load_pretrained
 from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import image_inputs
-from dynorm.jobs.recipe import Recipe
 from dynorm.quantize import Reader, find_readers, observed_ranges, quantize_
 from dynorm.quantize.bounds import Range
+from dynorm.recipe import Recipe
 from dynorm.train.distill import output_loss
 from tools.demo_model import folder
 

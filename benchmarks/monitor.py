@@ -53,7 +53,9 @@ def train(constants_lr: float | None) -> dict[str, Any]:
     )  # fmt: skip
     model, data = GPT2LMHeadModel(config), batches()
     first = next(data)
-    dynorm.convert_(model, dynorm.find_norms(model, first[:2]), center=False)
+    dynorm.convert_(
+        model, dynorm.find_norms(model, first[:2]), center=False, per_channel=False, witnesses=0
+    )
     dynorm.init_from_batch_(model, first)
     optimizer = torch.optim.AdamW(
         dynorm.param_groups(model, lr=RATE, weight_decay=0.1, constants_lr=constants_lr)

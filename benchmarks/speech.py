@@ -21,9 +21,9 @@ from dynorm.jobs.audio import Clip, find_audio
 from dynorm.jobs.checkpoint import ShuffledBatches, load_pretrained
 from dynorm.jobs.inputs import audio_inputs
 from dynorm.jobs.job import CALIBRATION_BLOCKS
-from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import split_audio
+from dynorm.recipe import Recipe
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 from tools.speech import gather

@@ -24,7 +24,6 @@ from torch.utils.data import TensorDataset
 
 import dynorm
 from dynorm.files import write_text
-from dynorm.fit.site_fit import TOLERANCE
 from dynorm.jobs.checkpoint import (
     Pretrained,
     encode,
@@ -33,6 +32,7 @@ from dynorm.jobs.checkpoint import (
     make_batches,
 )
 from dynorm.jobs.texts import split_texts, standard_library_docstrings
+from dynorm.recipe import Recipe
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 
@@ -95,7 +95,7 @@ def language_model() -> Subject:
 
 
 def fitted(
-    subject: Subject, to: str, seed: int, *, tolerance: float = TOLERANCE, **options: Any
+    subject: Subject, to: str, seed: int, *, tolerance: float = Recipe.tolerance, **options: Any
 ) -> Iterator[tuple[str, float]]:
     """Convert, calibrate and refine; yield after each stage its name and how long it took."""
     pretrained, encoded = subject.pretrained, subject.encoded
@@ -104,9 +104,10 @@ def fitted(
         pretrained, encoded[CALIBRATION_TEXTS : CALIBRATION_TEXTS + REFINE * BATCH], BATCH, seed
     )
     sites = dynorm.find_norms(pretrained.model, **batches[0])
-    dynorm.convert_(pretrained.model, sites, to, **options)
+    layer = {"per_channel": False, "witnesses": 0, **options}
+    dynorm.convert_(pretrained.model, sites, to, **layer)
     started = time.perf_counter()
-    dynorm.calibrate_(pretrained.model, batches, tolerance=tolerance)
+    dynorm.calibrate_(pretrained.model, batches, lean=0.7, tolerance=tolerance)
     yield "calibrated", time.perf_counter() - started
     started = time.perf_counter()
     dynorm.refine_(pretrained.model, more, steps=REFINE)

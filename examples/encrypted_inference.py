@@ -62,7 +62,7 @@ def activations() -> dict[str, dict[str, Any]]:
             model(**batch)
     for handle in handles:
         handle.remove()
-    dynorm.convert_(model, sites, to="linear", per_channel=True)
+    dynorm.convert_(model, sites, to="linear", per_channel=True, witnesses=0)
     dynorm.calibrate_(model, batches[::2])
     for path, seen in found.items():
         layer, ones = model.get_submodule(path), torch.ones(1, 384)

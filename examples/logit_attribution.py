@@ -92,7 +92,13 @@ def main() -> None:
         model = build().double().eval()
         batches = [{"input_ids": torch.randint(0, 64, (8, 16))} for _ in range(6)]
         tokens = batches[0]["input_ids"]
-        dynorm.convert_(model, dynorm.find_norms(model, **batches[0]), to="linear")
+        dynorm.convert_(
+            model,
+            dynorm.find_norms(model, **batches[0]),
+            to="linear",
+            per_channel=False,
+            witnesses=0,
+        )
         dynorm.calibrate_(model, batches, lean=0.0)
         with torch.no_grad():
             expected = model(tokens).logits

@@ -35,7 +35,7 @@ def main() -> None:
     model = Hidden(BertModel(config)).eval()
     example = torch.randint(0, 64, (2, 9)), torch.ones(2, 9, dtype=torch.long)
     before = norms_and_reductions(exported(model, example))
-    dynorm.convert_(model, dynorm.find_norms(model, *example))
+    dynorm.convert_(model, dynorm.find_norms(model, *example), per_channel=False, witnesses=0)
     dynorm.calibrate_(model, [example])
     proto = exported(model, example)
     after = norms_and_reductions(proto)

@@ -34,7 +34,7 @@ def main() -> None:
         for i in range(0, 48, 16)
     ]
     held_out, batches = batches[0], batches[1:]
-    dynorm.convert_(model, dynorm.find_norms(model, **held_out))
+    dynorm.convert_(model, dynorm.find_norms(model, **held_out), per_channel=False, witnesses=0)
     dynorm.calibrate_(model, batches)
 
     def embeddings(model: nn.Module) -> Tensor:

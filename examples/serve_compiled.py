@@ -42,7 +42,7 @@ def main() -> None:
     )  # fmt: skip
     model = Embedder(BertModel(config)).eval()
     batch = texts(8, 16)
-    dynorm.convert_(model, dynorm.find_norms(model, *batch))
+    dynorm.convert_(model, dynorm.find_norms(model, *batch), per_channel=False, witnesses=0)
     dynorm.calibrate_(model, [batch])
     tests = [texts(3, 7), texts(5, 21), texts(8, 16)]
     with torch.no_grad():

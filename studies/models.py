@@ -51,7 +51,12 @@ def install_(model: nn.Module, settings: Settings, data: Data) -> None:
     if center is None:
         center = arm.annealed and all(site.kind == "layernorm" for site in sites)
     dynorm.convert_(
-        model, sites, to=arm.layer, center=center, witnesses=tuple(range(arm.witnesses))
+        model,
+        sites,
+        to=arm.layer,
+        per_channel=False,
+        center=center,
+        witnesses=tuple(range(arm.witnesses)),
     )
     if arm.embedding_scaled and settings.task == "text":
         _scale_embedding_(model)

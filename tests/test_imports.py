@@ -31,6 +31,7 @@ GROUND = (
 # Verbs on a model.
 TOOLS = (
     ("site",),
+    ("recipe",),
     ("batches",),
     ("guard",),
     ("ranks",),

@@ -86,7 +86,7 @@ def _entries(
     model.requires_grad_(False)
     ours, without = copy.deepcopy(model), copy.deepcopy(model)
     sites = find_norms(ours, **inputs[0])
-    report = convert_(ours, sites, to="dyisru")
+    report = convert_(ours, sites, to="dyisru", per_channel=False, witnesses=0)
     calibrate_(ours, [inputs[0]])
     ours.requires_grad_(False)
     for site in report.converted:

@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
-from dynorm import errors, functional, layers, report, theory
+from dynorm import errors, functional, layers, report, theory, version
 from dynorm.errors import DynormError
 from dynorm.find import find_norms
 from dynorm.fit.calibrate import calibrate_
@@ -19,12 +19,14 @@ from dynorm.fold import fold_
 from dynorm.hub import load, save
 from dynorm.jobs.convert_model import convert_model
 from dynorm.layers import Derf, DyISRU, DyT, LinearControl, param_groups
+from dynorm.recipe import Recipe
 from dynorm.replace import convert_, restore_
 from dynorm.report import inspect_norms, measure
 from dynorm.train import AnnealSchedule, AnnealStart, finalize_, set_anneal_
 from dynorm.train.distill import distill_
 from dynorm.train.monitor import Monitor
-from dynorm.version import __version__ as __version__
+
+__version__ = version.__version__
 
 __all__ = [
     "AnnealSchedule",
@@ -35,6 +37,7 @@ __all__ = [
     "DynormError",
     "LinearControl",
     "Monitor",
+    "Recipe",
     "calibrate_",
     "convert_",
     "convert_model",

@@ -35,7 +35,8 @@ def watched() -> bool:
 
 def check_positive(name: str, value: float) -> float:
     """Return ``value``, or raise ArgumentError when it is not a positive finite number."""
-    if not (hasattr(value, "__float__") and math.isfinite(value) and value > 0):
+    is_number = hasattr(value, "__float__") and not isinstance(value, bool)
+    if not (is_number and math.isfinite(value) and value > 0):
         raise ArgumentError(f"{name} must be a positive finite number, got {value!r}")
     return float(value)
 
@@ -118,7 +119,9 @@ def check_dim(dim: Shape, shape: tuple[int, ...]) -> Axes:
         raise ArgumentError(
             f"dim must name {len(shape)} different axes for normalized_shape {shape}, got {dim!r}"
         )
-    return dims[0] if len(dims) == 1 else dims
+    if len(dims) == 1:
+        return dims[0]
+    return dims
 
 
 def _integers(name: str, value: Shape) -> tuple[int, ...]:
@@ -131,7 +134,9 @@ def _integers(name: str, value: Shape) -> tuple[int, ...]:
 
 def upcast(value: Tensor) -> Tensor:
     """Return ``value`` in at least float32, so that exp and division keep their digits."""
-    return value if value.dtype in (torch.float32, torch.float64) else value.float()
+    if value.dtype in (torch.float32, torch.float64):
+        return value
+    return value.float()
 
 
 def resolve(x: Tensor, dim: Axes) -> tuple[Tensor, tuple[int, ...]]:

@@ -96,7 +96,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
         ) from error
 
 
-def call_hint(args: tuple[Any, ...]) -> str:
+def call_hint(args: tuple[object, ...]) -> str:
     """Return a hint for the error of a model that does not take these arguments."""
     if args and isinstance(args[0], list):
         return " (it takes one batch, not a list of them)"
@@ -157,7 +157,7 @@ def copied_tensors(value: Any) -> Any:
     """
     copies: dict[int, Tensor] = {}
 
-    def copied(leaf: Any) -> Any:
+    def copied(leaf: object) -> Any:
         if isinstance(leaf, UserDict):
             other = copy.copy(leaf)
             other.data = copied_tensors(leaf.data)
@@ -215,7 +215,9 @@ def site_tokens(site: PointwiseNorm | NormSite, x: Tensor, masks: list[Tensor]) 
     last = torch.movedim(x, site.dims, tuple(range(-count, 0)))
     tokens = upcast(last.reshape(-1, math.prod(last.shape[-count:])))
     valid = valid_tokens(x.shape, site.dims, masks)
-    return tokens if valid is None else tokens[valid.to(tokens.device)]
+    if valid is None:
+        return tokens
+    return tokens[valid.to(tokens.device)]
 
 
 def require_finite(path: str, *tokens: Tensor, where: str = "") -> None:

@@ -27,7 +27,9 @@ class Function:
     @property
     def annealed_name(self) -> str:
         """Return the name of the annealed layer; DyISRU's is the short one."""
-        return "annealed" if self.layer is layers.DyISRU else f"annealed_{self.name}"
+        if self.layer is layers.DyISRU:
+            return "annealed"
+        return f"annealed_{self.name}"
 
 
 FAMILY: dict[str, Function] = {

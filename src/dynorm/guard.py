@@ -26,7 +26,9 @@ HOOK_TABLES = tuple(
 
 def writes_of(tensor: Tensor) -> int | None:
     """Return how often torch has noted a write into a tensor, or None if it keeps no count."""
-    return None if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return None
+    return tensor._version
 
 
 @contextmanager
@@ -230,7 +232,7 @@ def recomputing(model: nn.Module) -> Iterator[None]:
         if is_enabled and "GradientCheckpointingLayer" in class_names:
             layers.append(module)
 
-    def checkpointed(layer: nn.Module, forward: Any, *args: Any) -> Any:
+    def checkpointed(layer: nn.Module, forward: Any, *args: object) -> Any:
         layer.training = False
         # Without a cache of keys, which would grow once more.
         args = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)

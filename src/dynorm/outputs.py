@@ -58,12 +58,16 @@ def require_floating(tensor: object) -> Tensor:
         raise DataError(
             f"the output must hold a floating point tensor to compare, got {got}: pass output="
         )
-    return tensor.reshape(1, 1) if tensor.ndim == 0 else tensor
+    if tensor.ndim == 0:
+        return tensor.reshape(1, 1)
+    return tensor
 
 
-def predicted_ids(batch: Mapping[str, Any]) -> str:
+def predicted_ids(batch: Mapping[str, object]) -> str:
     """Return the key of the token ids that a model's logits predict."""
-    return "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
+    if "decoder_input_ids" in batch:
+        return "decoder_input_ids"
+    return "input_ids"
 
 
 def unpadded(tensor: Tensor, batch: Batch) -> Tensor:

@@ -149,7 +149,7 @@ class Ranks:
                 "change it alike on every rank"
             )
 
-    def _communicate(self, collective: Callable[..., Any], *tensors: Any) -> None:
+    def _communicate(self, collective: Callable[..., Any], *tensors: object) -> None:
         try:
             collective(*tensors, group=self._group)
         except BaseException:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -72,7 +73,13 @@ class NormSite(PlainRecord):
     @property
     def dims(self) -> tuple[int, ...]:
         """Return `dim` as a tuple of axes."""
-        return (self.dim,) if isinstance(self.dim, int) else tuple(self.dim)
+        if isinstance(self.dim, int):
+            return (self.dim,)
+        return tuple(self.dim)
+
+    def matches(self, globs: Sequence[str]) -> bool:
+        """Return whether one of its paths, aliases too, matches a glob."""
+        return any_match((self.path, *self.aliases), globs)
 
 
 def select_sites(
@@ -94,26 +101,33 @@ def select_sites(
             f"filter_fn must be a function of a NormSite, or None, got {filter_fn!r}"
         )
 
-    def matches(site: NormSite, globs: list[str]) -> bool:
-        return any_match((site.path, *site.aliases), globs)
-
-    for glob in only_globs + skip_globs:
-        if not any(matches(site, [glob]) for site in sites):
-            known = ", ".join(site.path for site in sites[:5]) or "none"
-            more = f" and {len(sites) - 5} more" if len(sites) > 5 else ""
-            raise ArgumentError(
-                f"the glob {glob!r} must match the path of a norm, but matches none; the norms "
-                f"are: {known}{more}"
-            )
+    require_matches(sites, only_globs + skip_globs)
     selected = []
     for site in sites:
-        if only is not None and not matches(site, only_globs):
+        if only is not None and not site.matches(only_globs):
             continue
-        if matches(site, skip_globs):
+        if site.matches(skip_globs):
             continue
         if filter_fn is None or filter_fn(site):
             selected.append(site)
     return selected
+
+
+def require_matches(sites: Sequence[NormSite], globs: Iterable[str]) -> None:
+    """Refuse a glob that matches no site, and name the paths nearest to it."""
+    for glob in globs:
+        if any(site.matches([glob]) for site in sites):
+            continue
+        paths = [path for site in sites for path in (site.path, *site.aliases)]
+        # A cutoff of 0 also takes paths that have little in common with the glob.
+        nearest = ", ".join(get_close_matches(glob, paths, 5, 0.0)) or "none"
+        more = ""
+        if len(paths) > 5:
+            more = f" and {len(paths) - 5} more"
+        raise ArgumentError(
+            f"the glob {glob!r} must match the path of a norm, but matches none; the norms are, "
+            f"nearest first: {nearest}{more}"
+        )
 
 
 def as_globs(value: str | Iterable[str] | None) -> list[str]:

@@ -47,7 +47,9 @@ class Column:
         """Return the text of a value; None is a dash."""
         if value is None:
             return "–"
-        return self.form(value) if callable(self.form) else format(value, self.form)
+        if callable(self.form):
+            return self.form(value)
+        return format(value, self.form)
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,9 @@ def shortened(text: str, width: int) -> str:
         if len("".join(words)) > width and place < len(words) - 1:
             words[place] = word[:1] + re.sub(r"\D", "", word[1:])
     short = "".join(words)
-    return short if len(short) <= width else f"{short[: width - 8]}..{short[-6:]}"
+    if len(short) <= width:
+        return short
+    return f"{short[: width - 8]}..{short[-6:]}"
 
 
 class NotTheModel:
@@ -177,7 +181,7 @@ class PlainRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values for JSON."""
-        values: dict[str, Any] = plain(asdict(cast("Any", self)))
+        values: dict[str, object] = plain(asdict(cast("Any", self)))
         return values
 
 
@@ -185,12 +189,16 @@ class Plain(NotTheModel, PlainRecord):
     """A report that converts itself to plain values."""
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a value for JSON: numbers that are not finite become None, other types their text."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(item) for item in value]
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+        if math.isfinite(value):
+            return value
+        return None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return str(value)

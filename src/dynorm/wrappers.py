@@ -33,7 +33,9 @@ def name_inside(module: nn.Module) -> str | None:
     for class_name in torch_classes(module):
         if class_name in _INSIDE:
             name = _INSIDE[class_name]
-            return name if name in module._modules else None
+            if name in module._modules:
+                return name
+            return None
     return None
 
 
@@ -75,7 +77,7 @@ def plain_modules(model: nn.Module, *, remove_duplicate: bool = True) -> dict[st
     return modules
 
 
-def plain_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+def plain_state(model: nn.Module, state: Mapping[str, object]) -> dict[str, Any]:
     """Return a state dict under the names without wrappers."""
     return {plain_name(model, name): value for name, value in state.items()}
 

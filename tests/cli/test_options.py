@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from dynorm.cli import app, main
 from dynorm.errors import ArgumentError
-from dynorm.jobs.recipe import Recipe
+from dynorm.recipe import Recipe
 
-# The fields of a recipe that only Python sets.
-NOT_OPTIONS = {"calibration", "lean"}
+# The fields of a recipe that only Python or a file sets.
+NOT_OPTIONS = {"calibration", "center", "lean", "refine_lr", "sites"}
 OPTIONS: list[tuple[list[str], dict[str, Any]]] = [
     (["--to", "derf"], {"to": "derf"}),
     (["--steps", "7"], {"steps": 7}),
@@ -73,6 +73,29 @@ def test_an_option_of_convert_sets_its_field_only(
 def test_every_field_of_the_recipe_is_an_option() -> None:
     set_by_options = {name for _, values in OPTIONS for name in values}
     assert set_by_options | NOT_OPTIONS == {field.name for field in fields(Recipe)}
+
+
+@pytest.mark.parametrize(("words", "values"), [([], {}), *OPTIONS])
+def test_an_option_replaces_one_field_of_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], values: dict[str, Any]
+) -> None:
+    written = Recipe(
+        to="dyt", refine=3, per_channel=True, lean=0.25, sites={"*.ln_f": {"to": "linear"}}
+    )
+    written.save(tmp_path / "recipe.json")
+    of_file = ["--recipe", str(tmp_path / "recipe.json")]
+    passed = called(
+        monkeypatch, "convert_pretrained", ["convert", "model", "out", *of_file, *words]
+    )
+    assert passed["recipe"] == written.changed(**values)
+
+
+def test_an_option_with_its_default_value_replaces_the_field_of_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Recipe(refine=3).save(tmp_path / "recipe.json")
+    words = ["convert", "model", "out", "--recipe", str(tmp_path / "recipe.json"), "--refine", "50"]
+    assert called(monkeypatch, "convert_pretrained", words)["recipe"] == Recipe()
 
 
 def test_options_that_are_not_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,12 @@ def mlp(to: str = "dyisru", norm: type[nn.Module] = nn.LayerNorm, **options: Any
     model = nn.Sequential(
         nn.Linear(6, 8), norm(8), nn.GELU(), nn.Linear(8, 8), norm(8), nn.Linear(8, 3)
     )
-    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(16, 6)), to=to, **options)
+    dynorm.convert_(
+        model,
+        dynorm.find_norms(model, torch.randn(16, 6)),
+        to=to,
+        **{"per_channel": False, "witnesses": 0, **options},
+    )
     if to in LAYERS:
         dynorm.calibrate_(model, [torch.randn(64, 6)])
     return model

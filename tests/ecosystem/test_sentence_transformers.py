@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import dynorm
 from dynorm.jobs.convert import convert_pretrained
-from dynorm.jobs.recipe import Recipe
+from dynorm.recipe import Recipe
 from tests.ecosystem.models import bert, kinds, tokenizer
 from tools.demo_model import folder as demo_model
 

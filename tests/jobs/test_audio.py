@@ -35,9 +35,9 @@ from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.convert_model import convert_model
 from dynorm.jobs.inputs import audio_inputs
 from dynorm.jobs.inspect import inspect_pretrained
-from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import split_audio
+from dynorm.recipe import Recipe
 from dynorm.replace.converted import dynorm_layers
 from dynorm.report import ModelReport
 

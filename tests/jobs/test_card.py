@@ -17,7 +17,7 @@ from dynorm.errors import ArgumentError, StorageError
 from dynorm.jobs.checkpoint import load_pretrained, model_name
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.fold import fold_pretrained
-from dynorm.jobs.recipe import Recipe
+from dynorm.recipe import Recipe
 from dynorm.report import ModelReport, measure
 
 QUICK = Recipe(held_out=16, max_length=16, batch=8, refine=2, calibration=24)

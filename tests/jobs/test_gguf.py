@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import dynorm
 from dynorm.jobs.checkpoint import load_pretrained
 from dynorm.jobs.convert import convert_pretrained
-from dynorm.jobs.recipe import Recipe
+from dynorm.recipe import Recipe
 from dynorm.replace.converted import dynorm_layers
 
 C, BLOCKS = 16, 2

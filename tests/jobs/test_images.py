@@ -22,7 +22,7 @@ from dynorm.jobs.convert_model import convert_model
 from dynorm.jobs.images import Crop, find_images
 from dynorm.jobs.inputs import CROPS, image_inputs
 from dynorm.jobs.inspect import inspect_pretrained
-from dynorm.jobs.recipe import Recipe
+from dynorm.recipe import Recipe
 from dynorm.replace.converted import dynorm_layers
 from dynorm.report import ModelReport
 from dynorm.report.output import OutputComparison

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import dynorm
 from dynorm.cli import app
 from dynorm.jobs.inspect import inspect_pretrained
-from dynorm.jobs.recipe import Recipe
+from dynorm.recipe import Recipe
 
 
 def test_an_encoder_and_a_language_model(encoder: Path, language_model: Path, texts: Path) -> None:

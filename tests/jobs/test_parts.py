@@ -21,7 +21,7 @@ from dynorm.errors import ArgumentError, DataError, DynormError, ModelError, Sto
 from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.fold import fold_pretrained
-from dynorm.jobs.recipe import Recipe
+from dynorm.recipe import Recipe
 from tests.jobs.conftest import save, tiny_bert
 
 QUICK = Recipe(refine=0, held_out=16, max_length=16)

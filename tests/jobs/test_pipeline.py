@@ -20,8 +20,8 @@ import dynorm
 from dynorm.cli import app, main
 from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
 from dynorm.jobs.convert import convert_pretrained
-from dynorm.jobs.recipe import Recipe
 from dynorm.layers import AnnealedNorm
+from dynorm.recipe import Recipe
 from dynorm.replace.converted import dynorm_layers
 from dynorm.train.callbacks import AnnealCallback
 from dynorm.train.distill import distill_, distillation_rate
@@ -460,3 +460,50 @@ def test_torch_is_left_as_it_was(encoder: Path, texts: Path, tmp_path: Path) -> 
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
     convert_pretrained(encoder, tmp_path / "out", QUICK, texts=[texts])
     assert (torch.is_grad_enabled(), torch.get_num_threads()) == (grad, threads)
+
+
+def test_the_recipe_is_saved_and_makes_the_same_model(
+    encoder: Path, texts: Path, tmp_path: Path
+) -> None:
+    recipe = QUICK.changed(sites={"embeddings.*": None, "*.attention.*": {"to": "dyt"}})
+    lines: list[str] = []
+    report = convert_pretrained(encoder, tmp_path / "a", recipe, texts=[texts], say=lines.append)
+    saved = Recipe.load(tmp_path / "a" / "recipe.json")
+    assert saved.to_dict() == report.meta["recipe"]
+    assert str(saved) in lines
+    assert (saved.witnesses, saved.lean, saved.max_length) == (4, 0.7, 16)
+    file = str(tmp_path / "a" / "recipe.json")
+    words = ["convert", str(encoder), str(tmp_path / "b"), "--texts", str(texts), "--json"]
+    run = CliRunner().invoke(app, [*words, "--recipe", file])
+    assert run.exit_code == 0, run.output
+    assert Recipe.load(tmp_path / "b" / "recipe.json") == saved
+    one = load_file(tmp_path / "a" / "model" / "model.safetensors")
+    other = load_file(tmp_path / "b" / "model" / "model.safetensors")
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name])
+
+
+def test_a_recipe_with_an_annealed_layer_is_refused(
+    encoder: Path, texts: Path, tmp_path: Path
+) -> None:
+    for bad in ({"to": "annealed"}, {"sites": {"*.ln_f": {"to": "annealed"}}}):
+        with pytest.raises(dynorm.errors.ArgumentError, match="'annealed' is a norm until"):
+            convert_pretrained(encoder, tmp_path / "a", QUICK.changed(**bad), texts=[texts])
+
+
+def test_a_wrong_recipe_file_has_an_error_of_the_family(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "recipe.json"
+    for text, code, words in (
+        ('{"witneses": 2}', 2, "do you mean 'witnesses'"),
+        ('{"batch": "4"}', 2, "must be an integer, at least 1, got '4'"),
+        ("{", 1, "recipe must be a JSON file"),
+    ):
+        file.write_text(text)
+        monkeypatch.setattr("sys.argv", ["dynorm", "convert", "m", "out", "--recipe", str(file)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == code
+        assert words in capsys.readouterr().err

@@ -15,7 +15,7 @@ import pytest
 import dynorm
 from dynorm.jobs.checkpoint import load_pretrained
 from dynorm.jobs.convert import convert_pretrained
-from dynorm.jobs.recipe import Recipe
+from dynorm.recipe import Recipe
 from tests.jobs import ranks_cases as cases
 from tests.parallel.launch import ROOT, Found, launch
 from tests.parallel.test_data import equal_on_all_ranks, same
@@ -147,6 +147,7 @@ def test_torchrun_converts_with_two_processes_and_one_of_them_writes(
     assert two == json.loads((tmp_path / "two" / "report.json").read_text())
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [
         "model",
+        "recipe.json",
         "report.html",
         "report.json",
     ]

@@ -23,7 +23,7 @@ from dynorm.jobs.checkpoint import load_pretrained
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.fold import fold_pretrained
 from dynorm.jobs.inspect import inspect_pretrained
-from dynorm.jobs.recipe import Recipe
+from dynorm.recipe import Recipe
 from tests.jobs.conftest import TEXTS
 
 QUICK = Recipe(refine=0, held_out=16, max_length=16)

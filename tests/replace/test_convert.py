@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dynorm
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.layers import Derf, DyISRU, DyT, LinearControl, PointwiseNorm
-from dynorm.replace.converted import replaced_by
+from dynorm.replace.converted import dynorm_layers, replaced_by
 from dynorm.replace.specs import LayerSpec, apply_specs_, specs_of
 
 C = 12
@@ -83,7 +83,9 @@ def mlp(*norms: nn.Module) -> nn.Sequential:
 
 
 def converted(model: nn.Module, *args: Any, **options: Any) -> nn.Module:
-    dynorm.convert_(model, dynorm.find_norms(model, *args), **options)
+    dynorm.convert_(
+        model, dynorm.find_norms(model, *args), **{"per_channel": False, "witnesses": 0, **options}
+    )
     return model
 
 
@@ -403,12 +405,12 @@ def test_an_unknown_layer_a_glob_without_match_and_a_filter_that_leaves_nothing(
     )
     for wrong in (None, 5, "a"):
         fails(model, wrong, ArgumentError, "sites must be a list of NormSite, got")
-    for words in (4.0, None):
+    for words in (4.0, "a"):
         fails(
             model,
             sites,
             ArgumentError,
-            "must be a number of channels, or their positions, .*got",
+            "must be a number of channels, 0 or more, or their positions, .*got",
             witnesses=words,
         )
 
@@ -716,3 +718,100 @@ def test_a_norm_that_modifies_its_input_after_a_cast() -> None:
     model.float()
     with pytest.raises(ModelError, match=r"FloatInPlaceNorm .* does in torch.float32"):
         dynorm.calibrate_(model, [x.float()])
+
+
+def three_norms() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.LayerNorm(C), nn.Linear(C, C), nn.RMSNorm(C), nn.Linear(C, C), nn.LayerNorm(C)
+    )
+
+
+def test_options_by_glob() -> None:
+    model = three_norms()
+    sites = dynorm.find_norms(model, torch.randn(5, C))
+    options = {"0": None, "[24]": {"to": "dyt"}, "2": {"to": "derf"}, "_default": {"center": False}}
+    report = dynorm.convert_(model, sites, options, per_channel=False)  # type: ignore[arg-type]
+    # The first glob that matches decides, and lacks nothing that the default or the call has.
+    assert type(model[0]) is nn.LayerNorm
+    for place in (2, 4):
+        layer = model[place]
+        assert type(layer) is dynorm.DyT
+        assert layer.center is None
+        assert not layer.per_channel
+    assert [site.path for site in report.converted] == ["2", "4"]
+    assert (report.to, report.layers, report.refused) == ("dyt", [], [])
+
+
+def test_a_report_of_several_layers_names_each() -> None:
+    model = three_norms()
+    sites = dynorm.find_norms(model, torch.randn(5, C))
+    report = dynorm.convert_(
+        model, sites, {"2": {"to": "derf", "witnesses": (1, 0)}, "4": {"to": "annealed"}}
+    )
+    assert report.to == "dyisru, derf, annealed"
+    assert report.layers == ["dyisru", "derf", "annealed"]
+    assert [line.split()[-1] for line in str(report).splitlines()[-3:]] == report.layers
+    assert model[2].witness_channels == (1, 0)
+    # The defaults of each layer, and for the site without a glob those of the call.
+    assert (model[0].per_channel, model[4].per_channel) == (True, False)
+    assert replaced_by(model[0]).witnesses == 4
+    assert replaced_by(model[4]).witnesses == 0
+
+
+def test_a_default_of_none_leaves_the_others() -> None:
+    model = three_norms()
+    sites = dynorm.find_norms(model, torch.randn(5, C))
+    options: Any = {"_default": None, "4": {"to": "linear"}}
+    report = dynorm.convert_(model, sites, options)
+    assert [site.path for site in report.converted] == ["4"]
+    assert [type(model[place]) for place in (0, 2)] == [nn.LayerNorm, nn.RMSNorm]
+
+
+def test_one_site_may_be_chosen_by_calibration() -> None:
+    model = three_norms()
+    sites = dynorm.find_norms(model, torch.randn(5, C))
+    options: Any = {"2": {"to": "auto"}, "_default": {"witnesses": 0}}
+    dynorm.convert_(model, sites, options)
+    report = dynorm.calibrate_(model, [torch.randn(64, C) for _ in range(4)])
+    assert [bool(site.errors) for site in report.sites] == [False, True, False]
+    assert "chosen" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm.9": None}, r"the glob 'norm.9' must match .*nearest first: "),
+        ({"0": {"lean": 0.5}}, "got 'lean': there are to, per_channel, center, witnesses"),
+        ({"0": {"witnes": 1}}, "got 'witnes': do you mean 'witnesses'"),
+        ({"0": "dyt"}, "the options for a glob must be a mapping .*got 'dyt'"),
+        ({"0": {"to": "x"}}, "the layer must be one of"),
+        ({"0": {"witnesses": -1}}, "witnesses must be a number"),
+        ({"0": {"per_channel": "no"}}, "per_channel must be True or False, got 'no'"),
+        ({"_default": {"center": 1}}, "center must be True or False, got 1"),
+        ({3: None}, "globs must be strings"),
+    ],
+)
+def test_wrong_options_by_glob_leave_the_model_as_it_was(options: Any, message: str) -> None:
+    model = three_norms()
+    sites = dynorm.find_norms(model, torch.randn(5, C))
+    with pytest.raises(ArgumentError, match=message):
+        dynorm.convert_(model, sites, options)
+    assert not dynorm_layers(model)
+
+
+def test_a_glob_without_a_match_is_answered_with_the_nearest_paths() -> None:
+    model = nn.ModuleDict(
+        {name: nn.LayerNorm(C) for name in ["a", "b", "c", "d", "e", "f", "first_norm"]}
+    )
+    sites = [dynorm.site.NormSite(path, kind="layernorm") for path in model]
+    for options in ({"to": {"first_nrom": None}}, {"only": "first_nrom"}, {"skip": "first_nrom"}):
+        with pytest.raises(ArgumentError, match=r"nearest first: first_norm, .* and 2 more"):
+            dynorm.convert_(model, sites, **options)  # type: ignore[arg-type]
+
+
+def test_nothing_is_left_to_convert_by_globs() -> None:
+    model = three_norms()
+    sites = dynorm.find_norms(model, torch.randn(5, C))
+    with pytest.raises(ModelError, match="the filter left none"):
+        dynorm.convert_(model, sites, {"*": None})

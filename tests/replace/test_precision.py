@@ -88,7 +88,9 @@ def pair(norm: type[nn.Module], dtype: torch.dtype, to: str = "dyisru") -> tuple
     """Return a model with a converted norm, and the model before."""
     before = nn.Sequential(nn.Identity(), norm()).to(dtype)
     model = copy.deepcopy(before)
-    dynorm.convert_(model, dynorm.find_norms(model, tokens(dtype)), to=to)
+    dynorm.convert_(
+        model, dynorm.find_norms(model, tokens(dtype)), to=to, per_channel=False, witnesses=0
+    )
     return model, before
 
 

@@ -95,7 +95,7 @@ def converted(
     sites = (
         find_norms(model, **example) if isinstance(example, dict) else find_norms(model, example)
     )
-    convert_(model, sites, to=to, **options)
+    convert_(model, sites, to=to, **{"per_channel": False, "witnesses": 0, **options})
     calibrate_(model, batches)
     return model
 

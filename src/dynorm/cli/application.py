@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from dynorm import version
 from dynorm.errors import ArgumentError, DynormError, require_library
-from dynorm.version import __version__
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,7 +25,7 @@ app = typer.Typer(
 
 def _version(show: bool) -> None:
     if show:
-        typer.echo(__version__)
+        typer.echo(version.__version__)
         raise typer.Exit
 
 

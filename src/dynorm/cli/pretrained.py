@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,8 @@ from dynorm.files import require_writable
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.jobs.job import JobOptions
-from dynorm.jobs.recipe import PointWise, Recipe
 from dynorm.ranks import joined
+from dynorm.recipe import LAYER, PointWise, Recipe
 
 # Arguments and options of several commands.
 Model = Annotated[
@@ -67,11 +68,23 @@ Overwrite = Annotated[
 ]
 
 
+def _fields_of_options(context: typer.Context) -> dict[str, object]:
+    """Return the fields of a recipe that are on the command line."""
+    values = {}
+    for field in fields(Recipe):
+        source = context.get_parameter_source(field.name)
+        if source is not None and source.name == "COMMANDLINE":
+            values[field.name] = context.params[field.name]
+    return values
+
+
 @app.command()
 def convert(
+    context: typer.Context,
     model: Model,
     out: Annotated[
-        Path, typer.Argument(help="New folder for model/, report.json and report.html.")
+        Path,
+        typer.Argument(help="New folder for model/, recipe.json, report.json and report.html."),
     ],
     texts: Texts = None,
     images: Images = None,
@@ -89,13 +102,21 @@ def convert(
     ] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file of a recipe, such as the recipe.json of an earlier run. It has any of "
+            "the options below, and sites, with options for single norms. Options of the command "
+            "line replace those of the file."
+        ),
+    ] = None,
     to: Annotated[
         PointWise,
         typer.Option(
             help="Layer that replaces the norms. auto takes the simplest one that is accurate "
             "enough (see --tolerance)."
         ),
-    ] = Recipe.to,
+    ] = LAYER,
     steps: Annotated[
         int | None,
         typer.Option(help="Steps of distillation. Default: no distillation."),
@@ -173,32 +194,17 @@ def convert(
         typer.Option(
             help="Folder for checkpoints of the distillation. A later run resumes from them."
         ),
-    ] = Recipe.checkpoints,
+    ] = None,
 ) -> None:
     """Replace the norms of a pretrained model with point-wise layers, fit them, measure, save.
 
     Example: dynorm convert ./all-MiniLM-L6-v2 ./converted --minutes 4
     """
     quiet_libraries()
-    recipe = Recipe(
-        to=to,
-        steps=steps,
-        minutes=minutes,
-        refine=refine,
-        held_out=held_out,
-        max_length=max_length,
-        batch=batch,
-        only=only or (),
-        skip=skip or (),
-        per_channel=per_channel,
-        witnesses=witnesses,
-        tolerance=tolerance,
-        seed=seed,
-        lr=lr,
-        bf16=bf16,
-        accumulate=accumulate,
-        checkpoints=checkpoints,
-    )
+    start = Recipe()
+    if recipe is not None:
+        start = Recipe.load(recipe)
+    chosen = start.changed(**_fields_of_options(context))
     with joined(device) as ranks:
         say, track = speaker(quiet=as_json or ranks.rank > 0)
         if ranks.rank:
@@ -215,7 +221,7 @@ def convert(
         report = convert_pretrained(
             model,
             out,
-            recipe,
+            chosen,
             keep_original=keep_original,
             overwrite=overwrite,
             quiet=as_json or not sys.stderr.isatty(),
@@ -259,7 +265,7 @@ def inspect(
     quiet_libraries()
     if html is not None:
         require_writable(html)
-    recipe = Recipe(max_length=max_length, only=only or (), skip=skip or (), seed=seed)
+    recipe = Recipe(max_length=max_length, only=only or None, skip=skip or None, seed=seed)
     say, track = speaker(quiet=as_json)
     options = JobOptions(
         texts=texts or (), images=images or (), audio=audio or (), name=name, device=device

@@ -105,7 +105,7 @@ class Observation:
     def record(
         self,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        kwargs: dict[str, object],
         output: Any,
         before: "_Input | None",
     ) -> None:
@@ -193,7 +193,9 @@ class _CallStack:
 
     def current(self) -> Observation | None:
         """Return the observation of the innermost running module."""
-        return self._calls[-1][0] if self._calls else None
+        if self._calls:
+            return self._calls[-1][0]
+        return None
 
     def current_input(self) -> _Input | None:
         """Return the input of the innermost call, as it was when the call began."""
@@ -207,7 +209,9 @@ class _NormFunctions(TorchFunctionMode):
         super().__init__()
         self.running = running
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         seen = self.running.current()
         if func in _FUNCTIONS and seen is not None:
             package = "F" if func.__module__ == functional.__name__ else "torch"
@@ -216,7 +220,7 @@ class _NormFunctions(TorchFunctionMode):
 
 
 def observe(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[list[Observation], list[Observation]]:
     """Run the model once and watch its modules; return all of them, and the called ones.
 
@@ -235,7 +239,9 @@ def observe(
     called: dict[int, Observation] = {}
     running = _CallStack(observations)
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def hook(
+        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: Any
+    ) -> None:
         seen = observations[id(module)]
         seen.record(args, kwargs, output, running.current_input())
         if seen.calls:

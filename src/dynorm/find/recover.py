@@ -174,7 +174,9 @@ def _open(original: TokenFunction, random: bool = True) -> TokenFunction:
 
 
 def _tolerance(function: TokenFunction) -> float:
-    return HALF_TOLERANCE if function.is_half else TOLERANCE
+    if function.is_half:
+        return HALF_TOLERANCE
+    return TOLERANCE
 
 
 def _require_scale_invariance(function: TokenFunction) -> None:
@@ -299,7 +301,9 @@ def _output_rule(original: TokenFunction) -> str | None:
             returned[pair] = plain_copy(original.module, parameter_dtype)(x).dtype
     usual = {pair: dtype for pair, dtype in returned.items() if pair not in _WIDE_PAIRS}
     rule = fitting_rule(returned) or fitting_rule(usual)
-    return None if rule == INPUT else rule
+    if rule == INPUT:
+        return None
+    return rule
 
 
 def _holder(

@@ -46,9 +46,9 @@ def plain_copy(
     identified by its effect. Single numbers, such as a learned gain or an eps in a buffer, keep
     their values.
     """
-    known: dict[int, Any] = {}
+    known: dict[int, object] = {}
 
-    def copied(value: Any) -> Any:
+    def copied(value: object) -> Any:
         if value is None:
             return None
         if id(value) in known:

@@ -18,11 +18,12 @@ from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_ma
 from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
 from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, stopping_at
-from dynorm.fit.site_fit import TOLERANCE, SiteChoice
+from dynorm.fit.site_fit import SiteChoice
 from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.ranks import BATCH, OVER, Ranks
+from dynorm.recipe import Recipe, defaults_of
 from dynorm.replace.converted import (
     dynorm_layers,
     layers_without_norms,
@@ -34,9 +35,6 @@ from dynorm.replace.swap import swap_
 from dynorm.table import Column, Plain, Table
 
 Fits = dict[PointwiseNorm, SiteChoice]
-# The best value for all-MiniLM-L6-v2 (post-norm), without witnesses and with two. For SmolLM2-135M
-# (pre-norm) 0 is by far the best.
-_LEAN = 0.7
 # At most this many batches go through the model side by side, and no further one is started once
 # they have this many tokens. The inputs of a layer for all of them are in memory at a time.
 _TOKENS_AT_ONCE = 1 << 15
@@ -99,7 +97,7 @@ class CalibrationReport(Plain):
     sites: list[SiteCalibration]
     batches: int
     unreached: list[str]
-    tolerance: float = TOLERANCE
+    tolerance: float = Recipe.tolerance
     left: list[str] = field(default_factory=list)
 
     @property
@@ -126,7 +124,7 @@ class CalibrationReport(Plain):
             columns, rows = self._choices()
         return str(Table(columns, rows, notes, title))
 
-    def _fits(self) -> tuple[list[str | Column], list[list[Any]]]:
+    def _fits(self) -> tuple[list[str | Column], list[list[object]]]:
         """Return columns and rows of how each layer was fitted."""
         columns: list[str | Column] = [
             "site",
@@ -134,7 +132,7 @@ class CalibrationReport(Plain):
             Column("beta", ".4g"),
             Column("error", ".3f"),
         ]
-        rows: list[list[Any]] = []
+        rows: list[list[object]] = []
         for site in self.sites:
             rows.append([site.path, site.tokens, site.beta, site.error])
         if any(site.witnesses for site in self.sites):
@@ -164,7 +162,11 @@ class CalibrationReport(Plain):
 
 
 def calibrate_(
-    model: nn.Module, batches: Iterable[Batch], *, lean: float = _LEAN, tolerance: float = TOLERANCE
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    lean: float | None = Recipe.lean,
+    tolerance: float = Recipe.tolerance,
 ) -> CalibrationReport:
     """Set the constants, witnesses, weight and bias of every point-wise layer from batches of real inputs, in place.
 
@@ -213,7 +215,8 @@ def calibrate_(
         lean: where a layer's target lies between the norm's output on the layer's own inputs, at 0,
             which is easier to fit, and the norm's output in the original model, at 1, which undoes
             errors of the layers before. Take 0 for a pre-norm decoder, whose errors add up in the
-            residual stream: there a layer that repairs too much spoils the later ones.
+            residual stream: there a layer that repairs too much spoils the later ones. None means
+            0.7, or 0 for a model of transformers that generates text or takes images or audio.
         tolerance: how much larger than the best one the error of a simpler layer may be, of those
             that ``to="auto"`` chooses from. An error is the root of the squared one over the
             target's spread.
@@ -240,6 +243,8 @@ def calibrate_(
         >>> [site.tokens for site in report.sites]
         [256]
     """
+    if lean is None:
+        lean = defaults_of(model).lean
     check_share("lean", lean)
     check_not_negative("tolerance", tolerance)
     ranks = Ranks()

@@ -22,6 +22,7 @@ from dynorm.guard import (
 )
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.ranks import BATCH, Ranks
+from dynorm.recipe import Recipe
 from dynorm.replace.converted import (
     dynorm_layers,
     layers_without_norms,
@@ -73,10 +74,10 @@ def refine_(
     model: nn.Module,
     batches: Iterable[Batch],
     *,
-    steps: int,
-    lr: float = 3e-3,
+    steps: int = Recipe.refine,
+    lr: float = Recipe.refine_lr,
     accumulate: int = 1,
-    bf16: bool = False,
+    bf16: bool = Recipe.bf16,
 ) -> RefinementReport:
     r"""Refine the constants, weights and biases of all point-wise layers together, in place.
 

@@ -46,9 +46,6 @@ _SIMPLEST_FIRST = [
     ("dyisru", DyISRU, False),
     ("dyisru with witnesses", DyISRU, True),
 ]
-# Over the target's spread. 7 of the 13 norms of all-MiniLM-L6-v2 become lines, at no cost after 200
-# steps of training; at 0.08 there are 10, for 0.001 of rank correlation.
-TOLERANCE = 0.05
 
 
 class Sums:

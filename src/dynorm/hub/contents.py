@@ -131,7 +131,7 @@ def checksum(values: object) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def require_checksum(values: Mapping[str, Any], where: str) -> None:
+def require_checksum(values: Mapping[str, object], where: str) -> None:
     """Refuse a JSON object that does not match the checksum in it."""
     # Objects of earlier versions hold none.
     rest = {key: value for key, value in values.items() if key != "sha256"}

@@ -10,13 +10,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from dynorm import version
 from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, ModelError, StorageError, listed
 from dynorm.guard import unchanged_on_error
 from dynorm.hub import contents
 from dynorm.replace.edits import give_bias_, untie_
 from dynorm.replace.specs import apply_specs_
-from dynorm.version import __version__
 from dynorm.wrappers import plain_modules, plain_name, plain_state, unwrapped, without_wrappers
 
 CONFIG = "dynorm.json"
@@ -29,7 +29,7 @@ def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> N
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     values = {
         "format_version": contents.FORMAT_VERSION,
-        "dynorm_version": __version__,
+        "dynorm_version": version.__version__,
         "model_class": f"{type(model).__module__}:{type(model).__qualname__}",
         "weights": contents.weights_entry(folder / WEIGHTS),
         "aliases": aliases,
@@ -133,7 +133,7 @@ def _require_class(
     return model, inside
 
 
-def _read_weights(folder: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
+def _read_weights(folder: Path, values: Mapping[str, object]) -> dict[str, Tensor]:
     """Return the tensors by all their names; the names of one tensor have the same object."""
     path = folder / WEIGHTS
     aliases = values.get("aliases")

@@ -53,15 +53,15 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         model_dtype: str | None = None,
         format_version: int | None = None,  # of this dict
         dynorm_version: str | None = None,  # of the version that wrote it
-        biases: Any = (),  # paths of linear layers that were given a bias
-        biases_outside: Any = (),
-        weights: Any = None,  # size and checksum of each file of weights, to know them by
+        biases: object = (),  # paths of linear layers that were given a bias
+        biases_outside: object = (),
+        weights: object = None,  # size and checksum of each file of weights, to know them by
         layers_sha256: str | None = None,  # of the lists above; computed if None
         # By path of any other module: the dtypes of its tensors that differ from the model's.
-        dtypes: Any = None,
-        dtypes_outside: Any = None,
+        dtypes: object = None,
+        dtypes_outside: object = None,
         # Ignored, such as the keys that transformers adds.
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         self.quant_method = METHOD
         self.format_version = format_version
@@ -89,7 +89,7 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         contents.require_version(vars(self), "the quantization_config")
         self.specs()
         self.weights = weights
-        described: list[Any] = [list(layers), self.biases, self.biases_outside]
+        described: list[object] = [list(layers), self.biases, self.biases_outside]
         if self.dtypes or self.dtypes_outside:
             described += [self.dtypes, self.dtypes_outside]
         self.layers_sha256 = contents.checksum(described)
@@ -132,7 +132,7 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         """Return True: the weights are ordinary tensors."""
         return True
 
-    def update_attn_implementation(self, config: Any) -> Any:
+    def update_attn_implementation(self, config: object) -> Any:
         """Remove the key that keeps transformers without dynorm from loading the config.
 
         This is the first hook that gets the config.
@@ -144,8 +144,8 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
     update_tp_plan = update_attn_implementation
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Iterable[str] | None = None, **kwargs: Any
-    ) -> Any:
+        self, model: Any, checkpoint_files: Iterable[str] | None = None, **kwargs: object
+    ) -> object:
         config = self.quantization_config
         for file in map(Path, checkpoint_files or ()):
             if isinstance(config.weights, Mapping) and file.name in config.weights:
@@ -183,7 +183,7 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         }
         return model
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> object:
         for layer in dynorm_layers(model).values():
             for name in _AFFINE:
                 vars(layer).pop(name, None)
@@ -228,7 +228,9 @@ def _cast_(module: nn.Module, dtypes: Mapping[str, str]) -> None:
 
 def base_prefix(model: Any) -> str:
     """Return the prefix of the base model's paths: ``""``, or such as ``"bert."`` below a head."""
-    return "" if model.base_model is model else f"{model.base_model_prefix}."
+    if model.base_model is model:
+        return ""
+    return f"{model.base_model_prefix}."
 
 
 def aliases_of(model: nn.Module, specs: list[LayerSpec]) -> dict[str, str]:
@@ -295,7 +297,9 @@ def _architectures(config: Any, checkpoint_files: Iterable[str] | None) -> list[
     for folder in {Path(file).parent for file in checkpoint_files or ()}:
         if (folder / "config.json").is_file():
             names = contents.read_json(folder / "config.json").get("architectures")
-            return names if contents.is_list_of_str(names) else []
+            if contents.is_list_of_str(names):
+                return names
+            return []
     return []
 
 
@@ -349,4 +353,6 @@ def _are_dtypes(dtypes: object) -> bool:
 def _dtype(name: object) -> torch.dtype | None:
     """Return the dtype of torch with this name, or None."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    return dtype if isinstance(dtype, torch.dtype) else None
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return None

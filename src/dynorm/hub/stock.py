@@ -49,7 +49,7 @@ def as_stock(
         L. Baroni et al., "Transformers Don't Need LayerNorm at Inference Time", arXiv 2507.02559,
         with 1e12 and 1e6.
     """
-    config: Any = copy.deepcopy(getattr(model, "config", None))
+    config: object = copy.deepcopy(getattr(model, "config", None))
     eps_names = []
     for name in getattr(config, "__dict__", ()):
         if name.endswith(("_eps", "_epsilon")):

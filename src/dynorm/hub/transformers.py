@@ -21,6 +21,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
 
+from dynorm import version
 from dynorm.arguments import require_gathered
 from dynorm.errors import ModelError, StorageError, listed, readable
 from dynorm.family import LAYERS
@@ -37,7 +38,6 @@ from dynorm.hub.quantizer import (
 )
 from dynorm.replace.converted import dynorm_layers, is_ours, replaced_by
 from dynorm.replace.edits import is_changed
-from dynorm.version import __version__
 from dynorm.wrappers import has_wrappers, plain_modules, plain_state
 
 CONFIG = "config.json"
@@ -57,7 +57,7 @@ def register() -> None:
     )
 
     @wraps(save_pretrained)
-    def described_save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def described_save_pretrained(self: Any, *args: object, **kwargs: object) -> Any:
         # Looked up at each call, because models may be converted or restored in between.
         changes = contents.contents_of(self) if is_changed(self) else None
         if changes is None:
@@ -83,7 +83,7 @@ def register() -> None:
 
     @wraps(from_pretrained)
     def checked_from_pretrained(
-        cls: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+        cls: object, *args: object, output_loading_info: bool = False, **kwargs: object
     ) -> Any:
         if args and kwargs.get("config") is None:
             config = _config_of_part(cls, args[0])
@@ -96,13 +96,15 @@ def register() -> None:
         finally:
             DTYPE_GIVEN.reset(token)
         _require_no_leftovers(model, info["unexpected_keys"])
-        return (model, info) if output_loading_info else model
+        if output_loading_info:
+            return (model, info)
+        return model
 
     checked_from_pretrained._without_dynorm = from_pretrained  # type: ignore[attr-defined]
     PreTrainedModel.from_pretrained = classmethod(checked_from_pretrained)  # type: ignore[arg-type]
 
 
-def _config_of_part(cls: Any, folder: Any) -> Any:
+def _config_of_part(cls: object, folder: object) -> object:
     """Return the config for a class that takes a part of a larger one, such as its text_config.
 
     It gets the layers' names, which are in the larger one. None if the class takes all of the
@@ -191,7 +193,7 @@ def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
         yield
 
 
-def _write_with_barrier(config: Any, path: str, **options: Any) -> None:
+def _write_with_barrier(config: Any, path: str, **options: object) -> None:
     """Write config.json with the key that keeps transformers without dynorm from loading it."""
     # transformers removes the key from the config just before it calls this function.
     with _put_back(config, "to_json_file"), _put_back(config, BARRIER):
@@ -212,7 +214,7 @@ def _seal(folder: Path) -> None:
     write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _copy_buffers(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _copy_buffers(layer: nn.Module, state: dict[str, object], prefix: str, metadata: Any) -> None:
     state.update({prefix + name: buffer.clone() for name, buffer in layer.named_buffers()})
 
 
@@ -294,7 +296,7 @@ def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
         layers=entries,
         model_dtype=str(model.dtype).removeprefix("torch."),
         format_version=contents.FORMAT_VERSION,
-        dynorm_version=__version__,
+        dynorm_version=version.__version__,
         biases=biases,
         biases_outside=biases_outside,
         dtypes={path: dtypes[prefix + path] for path in inside},
@@ -349,7 +351,7 @@ def require_whole_weights(folder: Path) -> None:
 
 
 @contextmanager
-def _put_back(holder: Any, name: str) -> Iterator[None]:
+def _put_back(holder: object, name: str) -> Iterator[None]:
     """Restore an instance's attribute at the end; delete it if there was none."""
     before = {name: vars(holder)[name]} if name in vars(holder) else {}
     try:

@@ -14,15 +14,9 @@ from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, StorageError, listed, readable, require_library
 from dynorm.jobs.write import WEIGHTS
+from dynorm.recipe import KINDS
 from dynorm.site import any_match
 
-KINDS = {
-    "input_ids": "texts",
-    "pixel_values": "images",
-    "input_features": "audio",
-    "input_values": "audio",
-}
-"""The kind of samples for each name of a model's main input."""
 # Names of folders and files that say nothing about the model.
 _ANY_MODEL = {"model", "models", "original", "checkpoint", "final", "weights", "snapshots"}
 # The name of a model on the hub, with its organization.
@@ -89,7 +83,7 @@ class Pretrained:
         return continued[:, ids.shape[1] :].cpu()
 
 
-def _text_config(model: Any) -> Any:
+def _text_config(model: Any) -> object:
     """Return the part of a model's config about its text model, or all of it."""
     return getattr(model.config, "text_config", model.config)
 
@@ -245,7 +239,7 @@ class Checkpoint:
             model.to(self.device), tokenizer, self.language_model, self.source, remarks
         )
 
-    def require_kind(self, samples: Mapping[str, Sequence[Any]]) -> str:
+    def require_kind(self, samples: Mapping[str, Sequence[object]]) -> str:
         """Check that the user's samples are of the model's kind, and return that kind."""
         name = (self.config.architectures or [type(self.config).__name__])[0]
         kind = self.kind
@@ -335,7 +329,7 @@ class Checkpoint:
             cls = transformers.AutoProcessor
         return self._read(cls, f"the {title} in {self.source}")
 
-    def _read(self, cls: Any, title: str | None = None, **options: Any) -> Any:
+    def _read(self, cls: Any, title: str | None = None, **options: object) -> Any:
         folder = self.source
         if self.gguf:
             folder = self.source.parent
@@ -443,7 +437,7 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
         raise DataError("there must be at least one text, got none")
     max_length = pretrained.within_positions(max_length)
     tokenizer = pretrained.tokenizer
-    options: dict[str, Any] = {"truncation": True, "max_length": max_length}
+    options: dict[str, object] = {"truncation": True, "max_length": max_length}
     if pretrained.language_model:
         options = {"add_special_tokens": False}
     encoded: list[list[int]] = tokenizer(list(texts), **options)["input_ids"]
@@ -467,11 +461,11 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
 
 
 @dataclass(frozen=True)
-class Batches(Sequence[Any]):
+class Batches(Sequence[dict[str, Tensor]]):
     """Groups of samples, each made a batch when it is taken, so that memory holds only one."""
 
     make: Callable[[Any], dict[str, Tensor]]
-    parts: Sequence[Sequence[Any]]
+    parts: Sequence[Sequence[object]]
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -519,7 +513,7 @@ class ShuffledBatches:
     """Batches that are shuffled for each pass; ``make`` takes the samples, a size and a seed."""
 
     make: Callable[[Sequence[Any], int, int], Sequence[dict[str, Tensor]]]
-    samples: Sequence[Any]
+    samples: Sequence[object]
     batch_size: int
     seed: int
 
@@ -534,10 +528,10 @@ def library_versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     import transformers
 
-    from dynorm.version import __version__
+    from dynorm import version
 
     return {
-        "dynorm": __version__,
+        "dynorm": version.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -8,9 +8,13 @@ from typing import Unpack
 
 from dynorm.errors import ArgumentError, require_library
 from dynorm.jobs.job import JobOptions, Say, Track, load_job
-from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.write import folders_of_modules, require_output, write_model, write_out
+from dynorm.layers import AnnealedNorm
+from dynorm.recipe import Recipe
 from dynorm.report import ModelReport
+
+RECIPE = "recipe.json"
+"""The file of the recipe, next to the model."""
 
 
 def convert_pretrained(
@@ -27,8 +31,8 @@ def convert_pretrained(
 ) -> ModelReport:
     """Convert a pretrained model and save it, with its report on held-out samples, in a folder.
 
-    The folder gets ``model`` (loadable), ``report.json``, ``report.html`` and, with
-    ``keep_original``, the unchanged model as ``original``. On several processes of torchrun, each
+    The folder gets ``model`` (loadable), ``report.json``, ``report.html``, ``recipe.json`` and,
+    with ``keep_original``, the unchanged model as ``original``. On several processes of torchrun, each
     fits to its share of the samples, and the first one writes. ``say`` is called with a line at the
     start of each stage; ``track`` is called with the batches of a stage and a description, and
     returns them, for example with a progress bar. An error before the writing leaves nothing
@@ -38,9 +42,11 @@ def convert_pretrained(
     source = Path(source)
     out = Path(out)
     recipe.check()
+    _require_point_wise(recipe)
     require_library("matplotlib", "the report's pictures", "plots")
     names = ("model", "original") if keep_original else ("model",)
-    require_output(source, out, (*names, "report.json", "report.html"), overwrite=overwrite)
+    files = ("report.json", "report.html", RECIPE)
+    require_output(source, out, (*names, *files), overwrite=overwrite)
     if recipe.checkpoints is not None:
         checkpoints = Path(recipe.checkpoints)
         for folder in (source, *(out / name for name in names)):
@@ -59,6 +65,7 @@ def convert_pretrained(
     say(f"{type(model).__name__} from {source}, {noun}: {to_fit} to fit on, {held_out} held out")
     for remark in remarks:
         say(remark)
+    say(str(job.recipe))
     if job.original is None:
         job.original = copy.deepcopy(model)
     job.convert_()
@@ -82,5 +89,20 @@ def convert_pretrained(
     if keep_original:
         write_model(job.original, source, out / "original", overwrite)
     report.to_html(out / "report.html")
-    say(f"saved {out / 'model'}, {out / 'report.json'} and {out / 'report.html'}")
+    job.recipe.save(out / RECIPE)
+    say(f"saved {out / 'model'}, {out / 'report.json'}, {out / 'report.html'} and {out / RECIPE}")
     return report
+
+
+def _require_point_wise(recipe: Recipe) -> None:
+    """Refuse annealed layers, which are norms until they are trained."""
+    layers = [recipe.base]
+    for options in (recipe.sites or {}).values():
+        if options is not None:
+            layers.append(recipe.base.changed(options))
+    for layer in layers:
+        if issubclass(layer.kind, AnnealedNorm):
+            raise ArgumentError(
+                f"to must be point-wise, but {layer.to!r} is a norm until its annealing ends: "
+                "train it with AnnealCallback"
+            )

@@ -2,64 +2,51 @@
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Unpack
 
 from torch import nn
 
-from dynorm.batches import arguments, iterate
-from dynorm.errors import DataError
+from dynorm.batches import Batch, arguments, iterate
+from dynorm.errors import ArgumentError, DataError
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
-from dynorm.fit.site_fit import TOLERANCE
-from dynorm.jobs.checkpoint import KINDS
-from dynorm.jobs.recipe import suits
+from dynorm.recipe import ModelFields, Recipe
 from dynorm.replace import convert_, restore_
-from dynorm.replace.convert import Globs, Target, default_witnesses
 from dynorm.report import ModelReport, measure
 from dynorm.train.distill import distill_
 
 
 def convert_model(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[Batch],
     *,
-    to: Target = "dyisru",
-    held_out: Iterable[Any] | None = None,
-    only: Globs = None,
-    skip: Globs = None,
-    per_channel: bool | None = None,
-    witnesses: int | None = None,
-    tolerance: float = TOLERANCE,
-    refine: int = 50,
-    steps: int = 0,
+    held_out: Iterable[Batch] | None = None,
+    recipe: Recipe | None = None,
+    **options: Unpack[ModelFields],
 ) -> ModelReport:
     """Replace a model's norms, fit the new layers and measure the loss, in place and in one call.
 
     It is :func:`find_norms`, :func:`convert_`, :func:`calibrate_`, :func:`refine_`,
-    with ``steps`` :func:`distill_`, and :func:`measure`. If one of them fails, the model is
-    restored.
+    with :func:`distill_` if steps or minutes are given, and :func:`measure`. If one of them fails, the
+    model is restored.
 
     Args:
         model: any module that is neither compiled nor wrapped.
         batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``,
             without labels. Padding is ignored.
-        to: the layer, as in :func:`convert_`.
         held_out: batches to measure on. None sets every fourth of ``batches`` aside for it.
-        only: globs of the paths to convert; None means all.
-        skip: globs of the paths to leave unchanged.
-        per_channel: one constant per channel instead of one per layer. None means True, or False
-            for a model of transformers that generates text or takes images or audio.
-        witnesses: number of channels from which each layer may estimate the size of a token; 0 for
-            the pure function. None means 4, or 8 for the models just named.
-        tolerance: as in :func:`calibrate_`, for ``to="auto"``.
-        refine: steps that train all constants together.
-        steps: steps of distillation, which train all weights; they need transformers.
+        recipe: how to convert, a :class:`Recipe`; None takes the defaults. Its fields about samples
+            (``held_out``, ``max_length``, ``batch``, ``calibration``) are not used here, because
+            the batches are given.
+        options: other fields of the :class:`Recipe`, such as ``to="dyt"``, ``witnesses=2``,
+            ``only="encoder.*"``, ``refine=100`` or ``steps=200``, in place of those of ``recipe``.
 
     Returns:
-        The report on the held-out batches.
+        The report on the held-out batches. ``report.meta["recipe"]`` is the recipe with the
+        defaults for the model filled in.
 
     Raises:
-        ArgumentError: an argument is outside its domain.
+        ArgumentError: an option is unknown or outside its domain.
         DataError: there are fewer than two batches, or the model does not take them.
         ModelError: the model has no norm to replace, or cannot be converted.
 
@@ -69,6 +56,7 @@ def convert_model(
         >>> report.output.cosine_mean > 0.9
         True
     """
+    recipe = _recipe(recipe, options)
     fit = list(iterate(batches))
     if held_out is not None:
         tests = list(iterate(held_out, "held_out"))
@@ -83,24 +71,51 @@ def convert_model(
             "there must be batches to fit on and others to measure on, got 1: give more, or "
             "held_out="
         )
-    noun = KINDS.get(getattr(model, "main_input_name", ""), "texts")
-    language_model = noun != "audio" and getattr(model, "can_generate", bool)()
-    defaults = suits(language_model, noun)
-    if per_channel is None:
-        per_channel = defaults["per_channel"]
     args, kwargs = arguments(model, fit[0])
     sites = find_norms(model, *args, **kwargs)
-    if witnesses is None:
-        witnesses = default_witnesses(defaults["witnesses"], sites)
     original = copy.deepcopy(model)
-    convert_(model, sites, to, only=only, skip=skip, per_channel=per_channel, witnesses=witnesses)
+    meta = {"recipe": recipe.filled_for(model).to_dict()}
+    convert_(
+        model,
+        sites,
+        recipe.target,
+        only=recipe.only,
+        skip=recipe.skip,
+        per_channel=recipe.per_channel,
+        center=recipe.center,
+        witnesses=recipe.witnesses,
+    )
     try:
-        calibrate_(model, fit, lean=defaults["lean"], tolerance=tolerance)
-        if refine:
-            refine_(model, fit, steps=refine)
-        if steps:
-            distill_(model, fit, teacher=original, steps=steps)
-        return measure(model, tests, original=original, fit_on=fit)
+        calibrate_(model, fit, lean=recipe.lean, tolerance=recipe.tolerance)
+        if recipe.refine:
+            refine_(model, fit, steps=recipe.refine, lr=recipe.refine_lr, bf16=recipe.bf16)
+        if recipe.steps or recipe.minutes:
+            distill_(
+                model,
+                fit,
+                teacher=original,
+                steps=recipe.steps or None,
+                minutes=recipe.minutes or None,
+                lr=recipe.lr,
+                seed=recipe.seed,
+                bf16=recipe.bf16,
+                accumulate=recipe.accumulate,
+                checkpoints=recipe.checkpoints,
+            )
+        return measure(model, tests, original=original, fit_on=fit, seed=recipe.seed, meta=meta)
     except BaseException:
         restore_(model).load_state_dict(original.state_dict())
         raise
+
+
+def _recipe(recipe: Recipe | None, options: ModelFields) -> Recipe:
+    """Return the checked recipe with other values of some fields."""
+    if recipe is None:
+        recipe = Recipe()
+    if not isinstance(recipe, Recipe):
+        raise ArgumentError(
+            f"recipe must be a dynorm.Recipe, got {recipe!r:.60}: Recipe.load reads a file"
+        )
+    recipe = recipe.changed(**options)
+    recipe.check()
+    return recipe

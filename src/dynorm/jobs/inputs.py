@@ -32,7 +32,7 @@ class Inputs:
     label: Callable[[Any], str]  # names a sample for a reader
     length: Callable[[Any], float]  # samples of similar length make a batch
 
-    def batches(self, samples: Sequence[Any], size: int, seed: int | None = None) -> Batches:
+    def batches(self, samples: Sequence[object], size: int, seed: int | None = None) -> Batches:
         """Return samples in batches; with a seed these are shuffled."""
         return in_batches(self.batch, samples, size, seed, self.length)
 
@@ -91,7 +91,7 @@ def image_inputs(
 
 
 def audio_inputs(
-    listener: Listener, fit: list[Clip], held_out: list[Clip], facts: dict[str, Any]
+    listener: Listener, fit: list[Clip], held_out: list[Clip], facts: dict[str, object]
 ) -> Inputs:
     """Return audio files; the facts count those with another sample rate than the model's."""
     rates = Counter(clip.rate for clip in fit + held_out if clip.rate != listener.rate)

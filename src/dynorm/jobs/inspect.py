@@ -10,7 +10,7 @@ from dynorm.batches import arguments
 from dynorm.errors import ArgumentError
 from dynorm.find import find_norms
 from dynorm.jobs.job import JobOptions, Say, Track, load_job
-from dynorm.jobs.recipe import Recipe
+from dynorm.recipe import Recipe
 from dynorm.report import InspectionReport, inspect_norms
 from dynorm.site import select_sites
 
@@ -47,7 +47,7 @@ def inspect_pretrained(
     return inspect_norms(
         model,
         tests,
-        sites=select_sites(sites, recipe.only or None, recipe.skip or None),
+        sites=select_sites(sites, recipe.only, recipe.skip),
         fit_on=fit_on,
         seed=seed,
         meta=meta,

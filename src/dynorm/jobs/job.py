@@ -13,9 +13,8 @@ from typing import Any, TypedDict
 
 import torch
 
-from dynorm.batches import arguments
+from dynorm.batches import Batch, arguments
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed
-from dynorm.family import AUTO
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.jobs.audio import find_audio
@@ -29,16 +28,16 @@ from dynorm.jobs.checkpoint import (
 )
 from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import Inputs, audio_inputs, image_inputs, text_inputs
-from dynorm.jobs.recipe import Recipe
 from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import read_texts, split_audio, split_texts, standard_library_docstrings
 from dynorm.ranks import Ranks
+from dynorm.recipe import REST, Recipe
 from dynorm.replace import convert_
-from dynorm.replace.convert import default_witnesses
 from dynorm.replace.edits import is_changed
 from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
 from dynorm.report.records import Continuation
+from dynorm.site import as_globs
 from dynorm.train.distill import FEW, distill_
 
 Paths = Sequence[str | Path]
@@ -81,11 +80,12 @@ def load_job(
 ) -> Job:
     """Load a model with its samples, and fill the recipe; cheap checks come first."""
     checkpoint = Checkpoint(source, device, dtype)
-    checkpoint.require_modules((*recipe.only, *recipe.skip))
+    globs = (*as_globs(recipe.only), *as_globs(recipe.skip), *(recipe.sites or {}))
+    checkpoint.require_modules([glob for glob in globs if glob != REST])
     noun = checkpoint.require_kind(samples)
     language_model = checkpoint.language_model
     paths = samples.get(noun, ())
-    readable: Sequence[Any]
+    readable: Sequence[object]
     damaged: list[str] = []
     if noun != "texts" and recipe.max_length is not None:
         raise ArgumentError(
@@ -101,7 +101,7 @@ def load_job(
         readable = read_texts(paths, whole=language_model)
     else:
         readable = standard_library_docstrings(whole=language_model)
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         noun: [str(path) for path in paths] or "docstrings of the standard library"
     }
     if damaged:
@@ -144,11 +144,11 @@ def load_job(
 
 
 @dataclass(frozen=True)
-class _Tracked(Sequence[Any]):
+class _Tracked(Sequence[Batch]):
     """Batches that advance a progress bar whenever one of them is taken."""
 
-    batches: Sequence[Any]
-    bar: Iterator[Any]
+    batches: Sequence[Batch]
+    bar: Iterator[object]
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -184,7 +184,7 @@ class Job:
         return self.inputs.fit[: self.recipe.calibration]
 
     def batches(
-        self, samples: Sequence[Any], seed: int | None = None, size: int | None = None
+        self, samples: Sequence[object], seed: int | None = None, size: int | None = None
     ) -> Batches:
         """Return batches of samples, by default of the recipe's size."""
         return self.inputs.batches(samples, size or self.recipe.batch, seed)
@@ -192,7 +192,7 @@ class Job:
     @property
     def meta(self) -> dict[str, Any]:
         """The part of a report about the job: the model, its samples, versions of libraries."""
-        meta: dict[str, Any] = {"model": self.name, **self.inputs.facts}
+        meta: dict[str, object] = {"model": self.name, **self.inputs.facts}
         meta[f"{self.inputs.noun}_held_out"] = len(self.inputs.held_out)
         meta["versions"] = library_versions()
         if self.pretrained.remarks:
@@ -226,17 +226,17 @@ class Job:
                 f"{self.pretrained.source} must have norms, but they are converted already: "
                 "convert the original"
             )
-        witnesses = recipe.witnesses
-        if self.has_default_witnesses:
-            witnesses = default_witnesses(witnesses, sites)
+        # A number that the caller did not give is a limit, also for norms of fewer channels.
+        witnesses = None if self.has_default_witnesses else recipe.witnesses
         with self.stage("convert"):
             converted = convert_(
                 model,
                 sites,
-                recipe.to,
-                only=recipe.only or None,
-                skip=recipe.skip or None,
+                recipe.target,
+                only=recipe.only,
+                skip=recipe.skip,
                 per_channel=recipe.per_channel,
+                center=recipe.center,
                 witnesses=witnesses,
             )
         # The report has the table of the sites.
@@ -248,7 +248,7 @@ class Job:
             )
             fitted = calibrate_(model, tracked, lean=recipe.lean, tolerance=recipe.tolerance)
             self.details["calibrate"] = fitted.to_dict() | {"samples": len(self.calibration)}
-        if recipe.to == AUTO:
+        if any(site.errors for site in fitted.sites):
             self.say(str(fitted))
 
     def refine_(self) -> None:
@@ -266,7 +266,11 @@ class Job:
             taken = range(steps + 2 * len(batches))
             bar = iter(self.track(taken, f"refining all constants together, {steps} steps"))
             refined = refine_(
-                self.pretrained.model, _Tracked(batches, bar), steps=steps, bf16=self.recipe.bf16
+                self.pretrained.model,
+                _Tracked(batches, bar),
+                steps=steps,
+                lr=self.recipe.refine_lr,
+                bf16=self.recipe.bf16,
             )
             used = min(len(samples), steps * size * self.ranks.size)
             self.details["refine"] = refined.to_dict() | {"samples": used}
@@ -305,7 +309,7 @@ class Job:
         model = self.pretrained.model
         held_out = self.inputs.held_out
         meta = self.meta | {
-            "recipe": asdict(self.recipe),
+            "recipe": self.recipe.to_dict(),
             **self.inputs.counts,
             "device": str(next(model.parameters()).device),
             "threads": torch.get_num_threads(),
@@ -341,7 +345,7 @@ class Job:
         before = self.pretrained.greedy(self.original, prompts, new_tokens)
         after = self.pretrained.greedy(self.pretrained.model, prompts, new_tokens)
         same = (before == after).float().mean(1).tolist()
-        decode: Callable[[Any], str] = self.pretrained.tokenizer.decode
+        decode: Callable[[object], str] = self.pretrained.tokenizer.decode
         return [
             Continuation(decode(prompt), decode(before[i]), decode(after[i]), same[i])
             for i, prompt in enumerate(prompts)

@@ -72,7 +72,7 @@ def _rows_of(name: str, noun: str) -> list[Path]:
 def _content(row: dict[str, Any], noun: str) -> bytes:
     """Return the text of a row as a paragraph, or the bytes of its image or audio file."""
     kind = str if noun == "texts" else dict
-    columns: list[Any] = [row.get("text"), *row.values()]
+    columns: list[object] = [row.get("text"), *row.values()]
     fitting = [value for value in columns if isinstance(value, kind)]
     if not fitting:
         raise ValueError(f"a row must have {noun}, but has {', '.join(row)}")
@@ -90,14 +90,14 @@ def read_samples(
     noun: str,
     reader: str,
     suffixes: tuple[str, ...],
-    look: Callable[[Path], Any],
+    look: Callable[[Path], object],
     damage: type[Exception],
 ) -> tuple[list[Any], list[str]]:
     """Call ``look`` on each file; return its results, and the names of the files it cannot read.
 
     Of files with the same bytes only the first one counts.
     """
-    samples: dict[bytes, Any] = {}
+    samples: dict[bytes, object] = {}
     damaged: list[str] = []
     for path in map(Path, paths):
         files = files_of(path, noun, suffixes)

@@ -61,7 +61,7 @@ class Listener:
             return likeliest
         if self.tokenizer is None:
             return [[model.config.decoder_start_token_id]] * len(batch[takes])
-        options: dict[str, Any] = {
+        options: dict[str, object] = {
             "do_sample": False,
             "num_beams": 1,
             "num_return_sequences": 1,

@@ -97,7 +97,7 @@ def split_audio(
     clips: Sequence[Any], held_out: int, seed: int = 0, noun: str = "audio"
 ) -> tuple[list[Any], list[Any]]:
     """Split audio files. From eight folders on, split by folder: each may be of one speaker."""
-    folders: dict[Path, list[Any]] = {}
+    folders: dict[Path, list[object]] = {}
     for clip in clips:
         folders.setdefault(clip.file.parent, []).append(clip)
     if len(folders) < _FEWEST:

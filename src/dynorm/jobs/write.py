@@ -57,7 +57,7 @@ def require_output(source: Path, out: Path, names: Sequence[str], *, overwrite: 
 
 
 def write_out(
-    model: Any, source: Path, out: Path, overwrite: bool, report: Any, **card: Any
+    model: Any, source: Path, out: Path, overwrite: bool, report: Any, **card: object
 ) -> None:
     """Write a changed model and its card to ``out/model``, and its report to ``out/report.json``.
 
@@ -85,7 +85,7 @@ def write_model(model: Any, source: Path, folder: Path, overwrite: bool, **card:
             write_card(new, loader=type(model).__name__, needs_dynorm=is_changed(model), **card)
 
 
-def write_card(folder: Path, template: str, **values: Any) -> None:
+def write_card(folder: Path, template: str, **values: object) -> None:
     """Write the card of a changed model, and keep the original's card under another name.
 
     The ``template`` is in ``dynorm/templates``. Its values are the model's name, report and

@@ -41,7 +41,9 @@ _log = logging.getLogger("dynorm")
 def name() -> str:
     """Return the instruction set, as "cpu-avx512"; "torch" if the kernels are not built."""
     native = _native()
-    return "torch" if native is None else str(native.name())
+    if native is None:
+        return "torch"
+    return str(native.name())
 
 
 def most_witnesses() -> int:

@@ -59,7 +59,9 @@ def backend(device: torch.device | str = "cpu") -> str:
         raise ArgumentError(
             f"device must be one that torch knows, as 'cpu' or 'cuda', got {device!r}"
         ) from error
-    return serving(kind) if ENABLED else "torch"
+    if ENABLED:
+        return serving(kind)
+    return "torch"
 
 
 def pointwise(

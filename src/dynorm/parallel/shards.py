@@ -247,7 +247,7 @@ def _twin(
 ) -> PointwiseNorm:
     """Return the layer for one rank's channels; the scale stays that of all channels."""
     twin: PointwiseNorm = layer.__class__.__new__(layer.__class__)
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "normalized_shape": shape,
         "channels": math.prod(shape),
         "_parameters": parameters,

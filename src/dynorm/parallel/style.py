@@ -193,7 +193,9 @@ def _prepare_output(
     layout: Placement, local: bool, module: nn.Module, y: DTensor, mesh: DeviceMesh
 ) -> Any:
     y = _placed(y, layout)
-    return y.to_local() if local else y
+    if local:
+        return y.to_local()
+    return y
 
 
 def _pointwise(layer: PointwiseNorm, x: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Reader:
     peers: tuple[str, ...] = ()
 
 
-def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
+def find_readers(model: nn.Module, *args: object, **kwargs: object) -> list[Reader]:
     """Run a model once to find its linear layers and the point-wise layers that they read.
 
     A linear layer is an ``nn.Linear`` or a ``Conv1D`` of transformers. It reads a point-wise layer
@@ -185,18 +185,18 @@ class _Watch(TorchFunctionMode):
         # The input of the linear layer that is running.
         self.entered: Tensor | None = None
 
-    def source(self, value: Any) -> str | None:
+    def source(self, value: object) -> str | None:
         """Return the path of the point-wise layer that returned this very tensor."""
         if id(value) not in self.outputs:
             return None
         return self.outputs[id(value)][1]
 
-    def sources(self, values: Any) -> set[str]:
+    def sources(self, values: object) -> set[str]:
         """Return the paths of the point-wise layers that returned any of these."""
         paths = {self.source(leaf) for leaf in tree_leaves(values)}
         return {path for path in paths if path is not None}
 
-    def returned(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+    def returned(self, layer: nn.Module, args: object, output: Tensor) -> None:
         self.outputs[id(output)] = (output, self.layers[layer])
 
     def enters(self, linear: nn.Module, args: Any, kwargs: Any) -> None:
@@ -204,7 +204,7 @@ class _Watch(TorchFunctionMode):
         self.entered = x
         self.inputs.setdefault(self.linears[linear], _Inputs()).add(self.source(x), x.ndim)
 
-    def leaves(self, linear: nn.Module, args: Any, output: Tensor) -> None:
+    def leaves(self, linear: nn.Module, args: object, output: Tensor) -> None:
         self.entered = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -360,7 +360,7 @@ def _replace_conv1d_(model: nn.Module, path: str) -> None:
             model.set_submodule(name, linear)
 
 
-def _config(plan: _Plan) -> Any:
+def _config(plan: _Plan) -> object:
     from torchao.quantization import (
         Int8StaticActivationInt8WeightConfig,
         MappingType,

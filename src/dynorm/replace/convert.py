@@ -3,42 +3,27 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from numbers import Integral
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError
-from dynorm.family import AUTO, NAMES, layer_class
+from dynorm.family import AUTO, NAMES
 from dynorm.find.probe import has_other_forward
 from dynorm.find.recover import affine_of
 from dynorm.find.tokens import named_tensors
 from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.recipe import REST, LayerOptions, Recipe, Sites, Target, defaults_of
+from dynorm.recipe import Globs as Globs
 from dynorm.replace.converted import Replaced, dynorm_layers, is_ours, replaced_by
 from dynorm.replace.swap import original_, swap_, take_over_, tensor_like
 from dynorm.replace.weights import forget_weights_, remember_weights_
-from dynorm.site import UNIT_LENGTH, NormSite, as_globs, select_sites
+from dynorm.site import UNIT_LENGTH, NormSite, as_globs, require_matches, select_sites
 from dynorm.table import Plain, Table
-
-Globs = str | Iterable[str] | None
-Target = (
-    Literal[
-        "dyisru",
-        "dyt",
-        "derf",
-        "linear",
-        "annealed",
-        "annealed_dyt",
-        "annealed_derf",
-        "annealed_linear",
-        "auto",
-    ]
-    | type[PointwiseNorm]
-)
 
 
 @dataclass(frozen=True)
@@ -46,9 +31,10 @@ class ConversionReport(Plain):
     """The result of ``convert_``, one row per site.
 
     Args:
-        to: the layer that replaced the norms.
+        to: the layer that replaced the norms; of several the names, in order of the sites.
         converted: the sites that were replaced, in call order.
         refused: the selected sites that keep their norm; ``site.refused`` is the reason.
+        layers: the layer of each converted site, if they differ; otherwise empty.
 
     Example:
         >>> site = dynorm.site.NormSite("norm", kind="rmsnorm", normalized_shape=(8,))
@@ -62,13 +48,15 @@ class ConversionReport(Plain):
     to: str
     converted: list[NormSite]
     refused: list[NormSite]
+    layers: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Return the report as a table."""
         rows = []
-        for site in self.converted:
+        layers = self.layers or [self.to] * len(self.converted)
+        for site, layer in zip(self.converted, layers, strict=True):
             shape = ", ".join(map(str, site.normalized_shape))
-            rows.append((site.path, f"{site.kind}({shape})", self.to))
+            rows.append((site.path, f"{site.kind}({shape})", layer))
         return str(Table(("site", "norm", "layer"), rows, self._notes(), self._title()))
 
     def summary(self) -> str:
@@ -91,14 +79,14 @@ class ConversionReport(Plain):
 def convert_(
     model: nn.Module,
     sites: Sequence[NormSite],
-    to: Target = "dyisru",
+    to: Target | Sites = Recipe.to,
     *,
-    only: Globs = None,
-    skip: Globs = None,
+    only: Globs = Recipe.only,
+    skip: Globs = Recipe.skip,
     filter_fn: Callable[[NormSite], bool] | None = None,
-    per_channel: bool = False,
-    center: bool = True,
-    witnesses: int | Sequence[int] = 0,
+    per_channel: bool | None = Recipe.per_channel,
+    center: bool = Recipe.center,
+    witnesses: int | Sequence[int] | None = Recipe.witnesses,
 ) -> ConversionReport:
     """Replace norms by point-wise layers, in place.
 
@@ -115,23 +103,31 @@ def convert_(
             (towards DyISRU), "annealed_dyt", "annealed_derf", "annealed_linear": they compute the
             norm until :func:`set_anneal_` moves them. A class of layers is accepted too. With
             "auto", :func:`calibrate_` gives each site the simplest that suffices of "linear" and
-            "dyisru", without witnesses or with them; until then it is a DyISRU.
+            "dyisru", without witnesses or with them; until then it is a DyISRU. A mapping gives
+            sites different options, by globs of their paths: ``{"*.layers.0.*": None, "*.ln_f":
+            {"to": "dyt"}, "_default": {"witnesses": 4}}``. The first glob that matches a site
+            decides. Its options may be ``to``, ``per_channel``, ``center`` and ``witnesses``;
+            None leaves the norm. Those that it lacks are taken from ``"_default"``, which is also
+            for the sites that no glob matches, and then from the arguments of this call.
         only: globs of the paths to convert; None means all. A head of unit length must be given by
             its full path.
         skip: globs of the paths whose norms stay.
         filter_fn: called with each remaining site; if it returns False, the norm stays.
-        per_channel: one constant per channel instead of one per layer.
+        per_channel: one constant per channel instead of one per layer. None means True, or False
+            for a model of transformers that generates text or takes images or audio, and for
+            annealed layers.
         center: give each layer a centre.
         witnesses: how many witness channels :func:`calibrate_` may choose for each layer, which is
             point-wise until then; at most the channels of the widest norm. Or the positions of the
-            channels themselves, the same for every layer. 0 keeps the pure function.
+            channels themselves, the same for every layer. 0 keeps the pure function. None means 4,
+            or 8 for the models just named, or 0 for annealed layers.
 
     Returns:
         A report with one row per site. Refused sites keep their norms and are listed.
 
     Raises:
-        ArgumentError: ``to`` is unknown, a glob matches no site, ``filter_fn`` is not a function,
-            or a layer cannot have these witnesses.
+        ArgumentError: ``to`` or an option is unknown, a glob matches no site, ``filter_fn`` is not
+            a function, or a layer cannot have these witnesses.
         ModelError: the model has no norm to replace, is converted already, is compiled, wrapped or
             on the meta device; the sites belong to another model; or a norm shares a weight of
             another shape than its channels with another module.
@@ -148,17 +144,15 @@ def convert_(
         site  norm          layer
         1     layernorm(8)  dyisru
         >>> model[1]
-        DyISRU(8, beta=8, scale=2.646, center=True, elementwise_affine=True, bias=True)
+        DyISRU(8, beta=8, scale=2.646, per_channel=True, center=True, elementwise_affine=True, bias=True)
     """
-    kind = layer_class(to)
-    is_auto = to == AUTO
-    is_count = isinstance(witnesses, Integral)
-    most = int(witnesses) if isinstance(witnesses, Integral) else 0
-    if most < 0 or isinstance(witnesses, bool) or (is_auto and not is_count):
-        positions = "" if is_auto else ", or their positions"
-        raise ArgumentError(
-            f"witnesses must be a number of channels, 0 or more{positions}, got {witnesses!r}"
-        )
+    by_glob: Sites = {}
+    if isinstance(to, Mapping):
+        by_glob = to
+        base = LayerOptions(Recipe.to, per_channel, center, witnesses)
+    else:
+        base = LayerOptions(to, per_channel, center, witnesses)
+    base.check()
     require_plain_model(model)
     is_list = isinstance(sites, Sequence) and not isinstance(sites, str)
     if not is_list or not all(isinstance(site, NormSite) for site in sites):
@@ -179,11 +173,14 @@ def convert_(
         )
     if only is not None:
         only = as_globs(only)
-    exact_paths = set(only or ())
+    options_by_path = _options_by_path(sites, by_glob, base)
+    exact_paths = {*by_glob, *(only or ())}
     replaceable = []
     refused = []
     for site in select_sites(sites, only, skip, filter_fn):
         is_named = not exact_paths.isdisjoint((site.path, *site.aliases))
+        if options_by_path[site.path] is None:
+            continue
         if site.refused == UNIT_LENGTH and is_named:
             replaceable.append(replace(site, refused=None))
         elif site.refused is None:
@@ -191,6 +188,12 @@ def convert_(
         else:
             refused.append(site)
     widest = max((math.prod(site.normalized_shape) for site in replaceable), default=0)
+    most = 0
+    for site in replaceable:
+        options = options_by_path[site.path]
+        if options is not None:
+            # A default is a limit, also for norms of fewer channels.
+            most = max(most, options.most_witnesses)
     if replaceable and most > widest:
         raise ArgumentError(
             f"witnesses must be a number of channels from 0 to {widest}, those of the widest norm, "
@@ -205,15 +208,20 @@ def convert_(
     copies: dict[Tensor, nn.Parameter] = {}
     new: dict[nn.Module, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
+    defaults = defaults_of(model)
+    names = []
     for site in replaceable:
+        options = options_by_path[site.path]
+        assert options is not None
+        options = options.filled(defaults)
         norm = _norm_at(modules, site)
         like = tensor_like(norm, model)
-        options = _options(site, kind, per_channel=per_channel, center=center)
-        options["witnesses"] = () if is_count else witnesses
-        layer = kind(**options, device=like.device, dtype=like.dtype)
+        layer = options.kind(**_arguments(site, options), device=like.device, dtype=like.dtype)
         _fill_(layer, norm, site, copies)
-        take_over_(layer, norm, Replaced(norm, site, witnesses=most, auto=is_auto))
+        replaced = Replaced(norm, site, witnesses=options.most_witnesses, auto=options.is_auto)
+        take_over_(layer, norm, replaced)
         new[norm] = layer
+        names.append(AUTO if options.is_auto else NAMES[options.kind])
     _warn_of_adapters(modules, replaceable)
     # A parameter that another module shares with a norm stays shared, unless its values changed.
     same: dict[Tensor, nn.Parameter] = {}
@@ -227,12 +235,9 @@ def convert_(
     forget_weights_(model)
     swap_(model, {**new, **same})
     remember_weights_(model)
-    return ConversionReport(AUTO if is_auto else NAMES[kind], replaceable, refused)
-
-
-def default_witnesses(count: int, sites: Sequence[NormSite]) -> int:
-    """Return a default number of witnesses, at most the channels of the widest norm."""
-    return min(count, max((math.prod(site.normalized_shape) for site in sites), default=count))
+    different = list(dict.fromkeys(names))
+    name_by_site = names if len(different) > 1 else []
+    return ConversionReport(", ".join(different), replaceable, refused, name_by_site)
 
 
 def restore_(model: nn.Module) -> nn.Module:
@@ -372,30 +377,59 @@ def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
     return module
 
 
-def _options(
-    site: NormSite, kind: type[PointwiseNorm], *, per_channel: bool, center: bool
-) -> dict[str, Any]:
+def _options_by_path(
+    sites: Sequence[NormSite], by_glob: Sites, base: LayerOptions
+) -> dict[str, LayerOptions | None]:
+    """Return the options of each site by its path: those of the first glob that matches it."""
+    globs = as_globs(by_glob)
+    require_matches(sites, [glob for glob in globs if glob != REST])
+    rest: LayerOptions | None = base
+    if REST in by_glob:
+        for_rest = by_glob[REST]
+        # Without the rest, the globs still start from the arguments of the call.
+        base = base.changed({} if for_rest is None else for_rest)
+        rest = None if for_rest is None else base
+    options: dict[str, LayerOptions | None] = {}
+    for glob in globs:
+        if glob != REST:
+            values = by_glob[glob]
+            options[glob] = None if values is None else base.changed(values)
+    for checked in (base, *options.values()):
+        if checked is not None:
+            checked.check()
+    by_path = {}
+    for site in sites:
+        by_path[site.path] = rest
+        for glob, choice in options.items():
+            if site.matches([glob]):
+                by_path[site.path] = choice
+                break
+    return by_path
+
+
+def _arguments(site: NormSite, options: LayerOptions) -> dict[str, Any]:
     """Return the arguments of a site's layer: shape, axis, affine map, and the norm's bound."""
     # No value of a norm is larger: closed form 2 (eq. 13) for LayerNorm, closed form 3 for RMSNorm.
     bound = math.prod(site.normalized_shape)
     if site.kind != "rmsnorm":
         bound = max(bound - 1, 1)
-    options: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "normalized_shape": site.normalized_shape,
         "elementwise_affine": site.has_weight or site.has_bias,
         "bias": site.has_bias,
-        "per_channel": per_channel,
-        "center": center,
+        "per_channel": options.per_channel,
+        "center": options.center,
+        "witnesses": options.positions,
         "scale": math.sqrt(bound),
         "dim": site.dim,
     }
     if site.output_rule is not None:
-        options["output_dtype"] = site.output_rule
+        arguments["output_dtype"] = site.output_rule
     if site.weight_offset and site.weight_name is not None:
-        options["weight_offset"] = site.weight_offset
-    if issubclass(kind, AnnealedNorm):
-        options |= {"kind": site.kind, "norm_eps": site.eps, "place": site.order}
-    return options
+        arguments["weight_offset"] = site.weight_offset
+    if issubclass(options.kind, AnnealedNorm):
+        arguments |= {"kind": site.kind, "norm_eps": site.eps, "place": site.order}
+    return arguments
 
 
 # Parameters that are made in inference mode can never be trained.

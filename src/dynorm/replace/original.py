@@ -37,7 +37,7 @@ def run_norms(
     back, so that a model which draws numbers draws the same ones in another run.
     """
 
-    def hook(norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def hook(norm: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if isinstance(norm, PointwiseNorm):
             output = original_forward(norm, *args)
         see(norm, args[0] if args else next(iter(kwargs.values())), output)
@@ -53,7 +53,7 @@ def recorded(modules: Mapping[PointwiseNorm, nn.Module]) -> Iterator[Outputs]:
     outputs: Outputs = defaultdict(list)
     layers = {module: layer for layer, module in modules.items()}
 
-    def keep(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def keep(module: nn.Module, args: tuple[object, ...], output: Tensor) -> None:
         outputs[layers[module]].append(output.clone())
 
     with hooked(layers, keep):

@@ -50,11 +50,11 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(
         self,
-        args: Any,
+        args: object,
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Check that the annealing fits, and set t for the first step, also of a resumed run."""
         self._cancel()
@@ -63,11 +63,11 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(
         self,
-        args: Any,
+        args: object,
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Move t, and watch the activations of the step at which the annealing begins."""
         self._cancel()
@@ -78,11 +78,11 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(
         self,
-        args: Any,
+        args: object,
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Set the constants when the annealing begins."""
         if self._start is not None:
@@ -91,12 +91,12 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_log(
         self,
-        args: Any,
+        args: object,
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module,
         logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Add the mean t to the logs that are printed, and to the history of the Trainer."""
         if not any(isinstance(module, AnnealedNorm) for module in model.modules()):
@@ -151,11 +151,11 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(
         self,
-        args: Any,
+        args: object,
         state: TrainerState,
         control: TrainerControl,
         model: nn.Module,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Watch the model, and no longer the one of a run that an error interrupted."""
         self.on_train_end(args, state, control)
@@ -165,7 +165,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         callbacks.sort(key=lambda callback: callback is not self)
 
     def on_train_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop watching the model."""
         if self._monitor is not None:
@@ -178,7 +178,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Send the figures to the services that the Trainer reports to, as a log by themselves."""
         if self._monitor is None:

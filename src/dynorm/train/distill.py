@@ -24,6 +24,7 @@ from dynorm.layers import AnnealedNorm
 from dynorm.layers.base import gathered
 from dynorm.outputs import output_tensor, sample_vectors
 from dynorm.ranks import BATCH, Ranks
+from dynorm.recipe import Recipe
 from dynorm.replace.converted import require_layers
 from dynorm.table import Plain
 from dynorm.train.objective import Distillation, Loss, largest_tensor
@@ -80,13 +81,13 @@ def distill_(
     *,
     teacher: nn.Module | None = None,
     loss: Loss | None = None,
-    steps: int | None = None,
-    minutes: float | None = None,
-    lr: float | None = None,
-    seed: int = 0,
-    bf16: bool = False,
-    accumulate: int = 1,
-    checkpoints: str | Path | None = None,
+    steps: int | None = Recipe.steps,
+    minutes: float | None = Recipe.minutes,
+    lr: float | None = Recipe.lr,
+    seed: int = Recipe.seed,
+    bf16: bool = Recipe.bf16,
+    accumulate: int = Recipe.accumulate,
+    checkpoints: str | os.PathLike[str] | None = Recipe.checkpoints,
     quiet: bool = False,
     callbacks: Sequence[Any] = (),
 ) -> DistillationReport:
@@ -176,6 +177,7 @@ def distill_(
             "batches must be a list, or able to begin again, when minutes are given, because some "
             "are timed first: pass a list"
         )
+    folder = None if checkpoints is None else Path(checkpoints)
     require_library("transformers", "its Trainer", "transformers")
     require_library("accelerate", "the Trainer of transformers", "transformers")
     from dynorm.train.trainer import (
@@ -191,7 +193,7 @@ def distill_(
     # In inference mode nothing has a gradient.
     with torch.inference_mode(False), ranks.sharing_errors():
         job = Distillation(model, teacher, loss or output_loss, bf16, ranks)
-        if checkpoints is not None:
+        if folder is not None:
             job.recipe = _recipe(job, lr)
         if steps is None:
             assert minutes is not None
@@ -225,14 +227,14 @@ def distill_(
         progress_bar(quiet or ranks.rank > 0) as progress,
     ):
         arguments = training_arguments(
-            job, checkpoints or scratch, steps, seed, accumulate, save=checkpoints is not None
+            job, folder or scratch, steps, seed, accumulate, save=folder is not None
         )
         clock = None if minutes is None else _clock(started + 60 * minutes)
         trainer = DistillationTrainer(
             job, cycled(batches, steps * accumulate), arguments, lr, callbacks, progress, clock
         )
         try:
-            trainer.run(checkpoints)
+            trainer.run(folder)
         except BaseException:
             model.load_state_dict(weights)
             raise
@@ -279,7 +281,7 @@ def distillation_rate(model: nn.Module) -> float:
     return _RATE * _WIDTH / median(layer.channels for layer in require_layers(model).values())
 
 
-def output_loss(ours: Any, theirs: Any, batch: Batch) -> Tensor:
+def output_loss(ours: Any, theirs: object, batch: Batch) -> Tensor:
     """Return the error of a model's output, the default loss of :func:`distill_`.
 
     Logits (B, classes) or (B, T, classes): the Kullback-Leibler divergence of the distributions, in
@@ -397,7 +399,7 @@ def _clock(end: float) -> Callable[[], float]:
     return lambda: (time.perf_counter() - begun) / seconds
 
 
-def _recipe(job: Distillation, lr: float | None) -> dict[str, Any]:
+def _recipe(job: Distillation, lr: float | None) -> dict[str, object]:
     """Return the layers, the rate that was asked for, and the sum of the teacher's |weights|."""
     # Notice a failed rank before the sums.
     job.ranks.exchange(BATCH)

@@ -74,7 +74,7 @@ class Monitor:
             )
             for index, p in enumerate(layer.constant_parameters()):
                 if p.requires_grad:
-                    see: Any = partial(self._see_gradient, path, index)
+                    see: object = partial(self._see_gradient, path, index)
                     # torch gives this method no types.
                     register: Any = p.register_post_accumulate_grad_hook
                     self._handles.append(register(see))

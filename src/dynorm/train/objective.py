@@ -79,7 +79,7 @@ class Distillation(nn.Module):
         self.bf16 = bf16
         self.ranks = ranks
         # A checkpoint must have been made with the same values.
-        self.recipe: dict[str, Any] = {}
+        self.recipe: dict[str, object] = {}
 
     def together(self) -> AbstractContextManager[None]:
         """Have every rank raise if one raises inside.

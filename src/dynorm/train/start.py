@@ -169,7 +169,9 @@ class AnnealStart:
                 center = torch.zeros_like(center)
             layer.fill_constants_(beta, center)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         masks = []
         if self._owner is None:
             masks = token_masks(_named(module, args, kwargs))
@@ -180,7 +182,7 @@ class AnnealStart:
             self._masks = masks
         self._running.append(module)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         # A module that raised may have left others on the stack.
         while self._running and self._running.pop() is not module:
             pass
@@ -231,9 +233,11 @@ def require_same_anneal(model: nn.Module) -> None:
         ranks.require_same(positions, values, "t and the same constants")
 
 
-def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]
+) -> dict[str, object]:
     """Return the arguments of a module by name, with the entries of those that are dicts."""
-    named: dict[str, Any] = {}
+    named: dict[str, object] = {}
     for value in (*args, *kwargs.values()):
         if isinstance(value, Mapping):
             named.update(value)

@@ -50,14 +50,16 @@ class Course(TrainerCallback):  # type: ignore[misc]
         self._progress = progress
         self._clock = clock
 
-    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: object, state: TrainerState, *_: object, **kwargs: object
+    ) -> None:
         """Begin the bar."""
         # The callbacks after this one see the model that is trained, without its teacher.
         self._trainer.callback_handler.model = self._trainer.job.model
         self._task = self._progress.add_task("distilling", total=state.max_steps)
 
     def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Move the bar, and look at the time."""
         description = f"distilling, loss {float(self._trainer.last_loss):.3f}"
@@ -67,7 +69,7 @@ class Course(TrainerCallback):  # type: ignore[misc]
             if self.time_used > 1:
                 control.should_training_stop = True
 
-    def on_train_end(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
         """Fill the bar: if the time was over first, the run has no further steps."""
         self._progress.update(self._task, total=state.global_step)
 
@@ -94,7 +96,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         batches: Iterator[Batch],
         arguments: TrainingArguments,
         lr: float,
-        callbacks: Sequence[Any],
+        callbacks: Sequence[object],
         progress: Progress,
         clock: Callable[[], float] | None,
     ) -> None:
@@ -268,7 +270,7 @@ def newest_checkpoint(folder: Path) -> tuple[str, TrainerState] | None:
     return None
 
 
-def check_callbacks(callbacks: Sequence[Any]) -> None:
+def check_callbacks(callbacks: Sequence[object]) -> None:
     """Refuse anything but a list of callbacks."""
     is_right = isinstance(callbacks, list | tuple)
     if is_right:

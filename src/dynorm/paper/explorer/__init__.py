@@ -5,9 +5,9 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from dynorm import version
 from dynorm.files import require_writable, write_text
 from dynorm.report.colours import css_colors
-from dynorm.version import __version__
 
 # The page's scripts; each uses only those before it.
 SCRIPTS = (
@@ -33,7 +33,7 @@ def build_page() -> str:
     """
     scripts = "\n".join(_read(name) for name in SCRIPTS)
     return Template(_read("page.html")).substitute(
-        version=__version__,
+        version=version.__version__,
         licence=_read("vendor", "LICENSE").strip(),
         style=_read("vendor", "uPlot.min.css") + css_colors() + _read("style.css"),
         equations=_read("equations.html").strip(),

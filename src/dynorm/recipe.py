@@ -1,0 +1,474 @@
+"""The recipe of a conversion: every option with its default, and the defaults for a kind of model.
+
+The defaults are written only here. :func:`dynorm.convert_model`, the verbs and ``dynorm convert``
+take them from :class:`Recipe`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from numbers import Integral
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from torch import nn
+
+from dynorm.arguments import check_count, check_not_negative, check_positive, check_share
+from dynorm.errors import ArgumentError, StorageError
+from dynorm.family import AUTO, NAMES, layer_class
+from dynorm.files import write_text
+from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.site import as_globs
+from dynorm.table import Plain, Table
+
+Globs = str | Iterable[str] | None
+PointWise = Literal["dyisru", "dyt", "derf", "linear", "auto"]
+"""The layers that ``dynorm convert`` puts in the place of norms."""
+Target = (
+    PointWise
+    | Literal["annealed", "annealed_dyt", "annealed_derf", "annealed_linear"]
+    | type[PointwiseNorm]
+)
+"""The layers that ``convert_`` puts in the place of norms."""
+LAYER: PointWise = "dyisru"
+"""The layer that replaces norms by default."""
+KINDS = {
+    "input_ids": "texts",
+    "pixel_values": "images",
+    "input_features": "audio",
+    "input_values": "audio",
+}
+"""The kind of samples for each name of a model's main input."""
+REST = "_default"
+"""The key of the options for the norms that no glob matches."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The defaults that depend on the kind of model."""
+
+    batch: int
+    calibration: int
+    per_channel: bool
+    lean: float
+    witnesses: int
+    max_length: int | None = None
+
+
+ENCODER = Defaults(
+    max_length=128, batch=32, calibration=256, per_channel=True, lean=0.7, witnesses=4
+)
+"""For an encoder of texts, and for models that are not of transformers.
+
+0.7 is the best ``lean`` for all-MiniLM-L6-v2 (post-norm), without witnesses and with two. For
+SmolLM2-135M (pre-norm) 0 is by far the best.
+"""
+# These three were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en.
+IMAGES = Defaults(batch=8, calibration=128, per_channel=False, lean=0.0, witnesses=8)
+LANGUAGE = Defaults(
+    max_length=256, batch=4, calibration=24, per_channel=False, lean=0.0, witnesses=8
+)
+AUDIO = Defaults(batch=4, calibration=32, per_channel=False, lean=0.0, witnesses=8)
+
+
+def defaults_for(language_model: bool, noun: str = "texts") -> Defaults:
+    """Return the defaults for a kind of model; a language model may take "images" as well."""
+    if language_model:
+        return LANGUAGE
+    return {"images": IMAGES, "audio": AUDIO}.get(noun, ENCODER)
+
+
+def defaults_of(model: nn.Module) -> Defaults:
+    """Return the defaults for a model.
+
+    A model of transformers that generates is a language model, unless it takes audio. Others go by
+    the name of their main input. A model that is not of transformers is taken for an encoder.
+    """
+    noun = KINDS.get(getattr(model, "main_input_name", ""), "texts")
+    can_generate = getattr(model, "can_generate", None)
+    generates = callable(can_generate) and bool(can_generate())
+    return defaults_for(generates and noun != "audio", noun)
+
+
+class LayerFields(TypedDict, total=False):
+    """The options of a layer that may differ from site to site."""
+
+    to: Target
+    per_channel: bool | None
+    center: bool
+    witnesses: int | Sequence[int] | None
+
+
+Sites = Mapping[str, LayerFields | None]
+"""Options by the glob of the paths that get them; None leaves these norms unchanged."""
+
+
+class ModelFields(TypedDict, total=False):
+    """The fields of a recipe that :func:`dynorm.convert_model` uses."""
+
+    to: Target
+    only: Globs
+    skip: Globs
+    sites: Sites | None
+    per_channel: bool | None
+    center: bool
+    witnesses: int | None
+    lean: float | None
+    tolerance: float
+    refine: int
+    refine_lr: float
+    steps: int | None
+    minutes: float | None
+    lr: float | None
+    seed: int
+    bf16: bool
+    accumulate: int
+    checkpoints: str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True)
+class Recipe(Plain):
+    """How to convert a model: every option of a conversion, with its default.
+
+    :func:`convert_model` and ``dynorm convert --recipe FILE`` take it. Both put it, with the
+    defaults for the model filled in, into ``meta["recipe"]`` of their report; the command also
+    saves it as ``recipe.json``. A file of it is JSON with any of the fields.
+
+    None means the default for the kind of model: an encoder of texts, or a model of language,
+    images or audio.
+
+    Args:
+        to: the layer, as in :func:`convert_`.
+        only: globs of the paths to convert; None means all.
+        skip: globs of the paths to leave unchanged.
+        sites: options for each site by the glob of its path, as in :func:`convert_`. The fields
+            ``to``, ``per_channel``, ``center`` and ``witnesses`` are for the sites without them.
+        per_channel: one constant per channel instead of one per layer. None means True for an
+            encoder, else False.
+        center: give each layer a centre.
+        witnesses: number of channels from which each layer may estimate the size of a token; 0 for
+            the pure function. None means 4 for an encoder, else 8.
+        lean: as in :func:`calibrate_`. None means 0.7 for an encoder, else 0.
+        tolerance: as in :func:`calibrate_`, for ``to="auto"``.
+        refine: steps that train the constants of all layers together; 0 for none.
+        refine_lr: their learning rate, ``lr`` of :func:`refine_`.
+        steps: steps of distillation, which trains all weights. None means none.
+        minutes: minutes of distillation, instead of ``steps``.
+        lr: highest learning rate of the distillation. None means one from the width of the model
+            and trial steps.
+        seed: seed of all random choices.
+        bf16: refine and distil in bfloat16.
+        accumulate: batches per step of distillation.
+        checkpoints: folder for checkpoints of the distillation.
+        held_out: number of samples to measure on. This and the next three fields are only for the
+            command; :func:`convert_model` takes batches.
+        max_length: longest text in tokens, or the size of the blocks of a language model.
+        batch: batch size.
+        calibration: number of samples on which the constants are fitted site by site.
+
+    Raises:
+        ArgumentError: a glob is not a string. The other fields are checked by :meth:`check`.
+
+    Example:
+        >>> recipe = dynorm.Recipe(witnesses=2, refine=8)
+        >>> recipe.changed(to="dyt").to
+        'dyt'
+        >>> recipe.filled_for(nn.Linear(8, 8)).lean
+        0.7
+    """
+
+    to: Target = LAYER
+    only: Globs = None
+    skip: Globs = None
+    sites: Sites | None = None
+    per_channel: bool | None = None
+    center: bool = True
+    witnesses: int | None = None
+    lean: float | None = None
+    # Over the target's spread. 7 of the 13 norms of all-MiniLM-L6-v2 become lines, at no cost after
+    # 200 steps of training; at 0.08 there are 10, for 0.001 of rank correlation.
+    tolerance: float = 0.05
+    refine: int = 50
+    refine_lr: float = 3e-3
+    steps: int | None = None
+    minutes: float | None = None
+    lr: float | None = None
+    seed: int = 0
+    bf16: bool = False
+    accumulate: int = 1
+    checkpoints: str | os.PathLike[str] | None = None
+    held_out: int = 512
+    max_length: int | None = None
+    batch: int | None = None
+    calibration: int | None = None
+
+    def __post_init__(self) -> None:
+        """Keep plain values, so that a recipe equals the one that is read from its file."""
+        plain: dict[str, object] = {"to": _named(self.to)}
+        for name in ("only", "skip"):
+            globs = getattr(self, name)
+            if globs is not None:
+                plain[name] = tuple(as_globs(globs))
+        if isinstance(self.checkpoints, (str, os.PathLike)):
+            plain["checkpoints"] = Path(self.checkpoints)
+        if isinstance(self.sites, Mapping):
+            plain["sites"] = {glob: _plain_options(self.sites[glob]) for glob in self.sites}
+        for name, value in plain.items():
+            # The class is frozen.
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Recipe:
+        """Return the recipe in a JSON file; fields that it lacks have their defaults.
+
+        Raises:
+            ArgumentError: it has a field that recipes do not have.
+            StorageError: it cannot be read, or is not a JSON object.
+        """
+        try:
+            values = json.loads(Path(path).read_text("utf-8"))
+        # Text that is not UTF-8, or not JSON, is a ValueError.
+        except (OSError, ValueError) as error:
+            raise StorageError(
+                f"the recipe must be a JSON file that can be read, but {os.fspath(path)!r}: {error}"
+            ) from error
+        if not isinstance(values, dict):
+            raise StorageError(
+                f'the recipe must be a JSON object such as {{"witnesses": 4}}, but '
+                f"{os.fspath(path)!r} has {values!r:.60}"
+            )
+        return cls().changed(**values)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the recipe as JSON, with all its fields."""
+        write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def changed(self, **values: Any) -> Recipe:
+        """Return the recipe with other values of some fields; ArgumentError for an unknown one."""
+        require_known(values, [field.name for field in fields(self)], "a recipe")
+        return replace(self, **values)
+
+    def __str__(self) -> str:
+        """Return the fields that are not None, as a table."""
+        rows = []
+        for name, value in self.to_dict().items():
+            if value is not None:
+                rows.append((name, str(value)))
+        return str(Table(("option", "value"), rows, title="recipe"))
+
+    def check(self) -> None:
+        """Check every value, or raise ArgumentError."""
+        if self.witnesses is not None:
+            check_count("witnesses", self.witnesses, 0)
+        self.base.check()
+        if not isinstance(self.sites, Mapping | None):
+            raise ArgumentError(
+                "sites must be a mapping from globs to options, such as {'*.ln_f': {'to': 'dyt'}}, "
+                f"got {self.sites!r:.60}"
+            )
+        for options in (self.sites or {}).values():
+            if options is not None:
+                self.base.changed(options).check()
+        self._check_counts()
+        self._check_numbers()
+        if not isinstance(self.bf16, bool):
+            raise ArgumentError(f"bf16 must be True or False, got {self.bf16!r}")
+        if not isinstance(self.checkpoints, Path | None):
+            raise ArgumentError(
+                f"checkpoints must be the path of a folder, or None, got {self.checkpoints!r}"
+            )
+        if self.steps is not None and self.minutes is not None:
+            raise ArgumentError(
+                f"give steps or minutes, not both: got steps={self.steps}, minutes={self.minutes}"
+            )
+        if self.steps or self.minutes:
+            return
+        unused = []
+        for name in ("lr", "accumulate", "checkpoints"):
+            if getattr(self, name) != getattr(Recipe, name):
+                unused.append(name)
+        if unused:
+            raise ArgumentError(
+                f"{' and '.join(unused)} must come with steps or minutes: without them nothing is "
+                "distilled"
+            )
+
+    def _check_counts(self) -> None:
+        least = {
+            "steps": 0,
+            "refine": 0,
+            "held_out": 2,
+            "max_length": 2,
+            "batch": 1,
+            "seed": 0,
+            "calibration": 1,
+            "accumulate": 1,
+        }
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if value is not None or getattr(Recipe, name) is not None:
+                check_count(name, value, lowest)
+        if self.seed >= 2**32:
+            raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
+
+    def _check_numbers(self) -> None:
+        check_not_negative("tolerance", self.tolerance)
+        check_positive("refine_lr", self.refine_lr)
+        if self.minutes is not None:
+            check_not_negative("minutes", self.minutes)
+        if self.lean is not None:
+            check_share("lean", self.lean)
+        if self.lr is not None:
+            check_positive("lr", self.lr)
+
+    @property
+    def base(self) -> LayerOptions:
+        """The options for the sites without theirs."""
+        return LayerOptions(self.to, self.per_channel, self.center, self.witnesses)
+
+    @property
+    def target(self) -> Target | Sites:
+        """The argument ``to`` of ``convert_``: the layer, or with ``sites`` all options by glob."""
+        if self.sites is None:
+            return self.to
+        rest = self.sites.get(REST, {})
+        base: LayerFields = {"to": self.to, **(rest or {})}
+        by_glob: dict[str, LayerFields | None] = {}
+        for glob, options in self.sites.items():
+            by_glob[glob] = None if options is None else {**base, **options}
+        if rest is not None:
+            by_glob[REST] = base
+        return by_glob
+
+    def filled(self, language_model: bool, noun: str = "texts") -> Recipe:
+        """Return the recipe with the defaults for the kind of model in place of None."""
+        return self._filled(defaults_for(language_model, noun))
+
+    def filled_for(self, model: nn.Module) -> Recipe:
+        """Return the recipe with the defaults for a model in place of None."""
+        return self._filled(defaults_of(model))
+
+    def _filled(self, defaults: Defaults) -> Recipe:
+        layer = self.base.filled(defaults)
+        values: dict[str, object] = {
+            "per_channel": layer.per_channel,
+            "witnesses": layer.witnesses,
+        }
+        for name in ("lean", "max_length", "batch", "calibration"):
+            if getattr(self, name) is None:
+                values[name] = getattr(defaults, name)
+        return self.changed(**values)
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """The layer for a site, with its options; None means the default for the model."""
+
+    to: Target = Recipe.to
+    per_channel: bool | None = Recipe.per_channel
+    center: bool = Recipe.center
+    # How many channels, or their positions.
+    witnesses: int | Sequence[int] | None = Recipe.witnesses
+
+    @property
+    def kind(self) -> type[PointwiseNorm]:
+        """The class of the layer; for "auto" DyISRU."""
+        return layer_class(self.to)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether ``calibrate_`` chooses the layer."""
+        return self.to == AUTO
+
+    @property
+    def most_witnesses(self) -> int:
+        """The number of witnesses that ``calibrate_`` may choose."""
+        if isinstance(self.witnesses, Integral):
+            return int(self.witnesses)
+        return 0
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """The witnesses that were named."""
+        if self.witnesses is None or isinstance(self.witnesses, Integral):
+            return ()
+        assert not isinstance(self.witnesses, int)
+        return self.witnesses
+
+    def changed(self, options: LayerFields) -> LayerOptions:
+        """Return the options with others in place of some; ArgumentError if they are no mapping."""
+        known = [field.name for field in fields(self)]
+        if not isinstance(options, Mapping):
+            raise ArgumentError(
+                f"the options for a glob must be a mapping with {', '.join(known)}, or None to "
+                f"leave the norms, got {options!r}"
+            )
+        require_known(options, known, "a site")
+        return replace(self, **options)
+
+    def check(self) -> None:
+        """Check every value, or raise ArgumentError."""
+        # An unknown layer has no class.
+        _ = self.kind
+        for name in ("per_channel", "center"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and value is not getattr(Recipe, name):
+                raise ArgumentError(f"{name} must be True or False, got {value!r}")
+        if self.witnesses is None:
+            return
+        is_count = isinstance(self.witnesses, Integral) and not isinstance(self.witnesses, bool)
+        is_list = isinstance(self.witnesses, Iterable) and not isinstance(self.witnesses, str)
+        positions = "" if self.is_auto else ", or their positions"
+        if self.most_witnesses < 0 or not (is_count or (is_list and not self.is_auto)):
+            raise ArgumentError(
+                f"witnesses must be a number of channels, 0 or more{positions}, got "
+                f"{self.witnesses!r}"
+            )
+
+    def filled(self, defaults: Defaults) -> LayerOptions:
+        """Return the options with the defaults for a kind of model in place of None.
+
+        An annealed layer, which is a norm that is trained, has one constant and no witnesses.
+        """
+        per_channel = defaults.per_channel
+        witnesses = defaults.witnesses
+        if issubclass(self.kind, AnnealedNorm):
+            per_channel = False
+            witnesses = 0
+        filled = self
+        if self.per_channel is None:
+            filled = replace(filled, per_channel=per_channel)
+        if self.witnesses is None:
+            filled = replace(filled, witnesses=witnesses)
+        return filled
+
+
+def require_known(values: Iterable[str], known: Sequence[str], owner: str) -> None:
+    """Refuse a name that is not among the known ones, and suggest the nearest."""
+    for name in values:
+        if name in known:
+            continue
+        near = get_close_matches(str(name), known, 1)
+        hint = f"do you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        raise ArgumentError(f"{owner} must not have an unknown option, got {name!r}: {hint}")
+
+
+def _named(to: Target) -> Target | str:
+    """Return the name of a layer that is given by its class."""
+    if isinstance(to, type):
+        return NAMES.get(to, to)
+    return to
+
+
+def _plain_options(options: LayerFields | None) -> object:
+    """Return a copy of a site's options that holds plain values."""
+    if not isinstance(options, Mapping):
+        return options
+    plain: dict[str, object] = dict(options)
+    if "to" in plain:
+        plain["to"] = _named(options["to"])
+    return plain
