@@ -36,7 +36,7 @@ def test_the_card_names_the_samples_that_were_used(
     assert [stages[name]["samples"] for name in ("calibrate", "refine", "distill")] == [24, 16, 32]
     assert report.meta["texts_to_fit"] > 32
     card = " ".join((tmp_path / "out" / "model" / "README.md").read_text("utf-8").split())
-    fitted = "The constants are fitted on 24 texts, refined together on 16"
+    fitted = "The constants were fitted on 24 texts, refined together on 16"
     if stages["distill"]["kept"]:
         fitted += ", and all weights distilled on 32, repeats counted"
     assert f"{fitted}, from {texts}." in card
