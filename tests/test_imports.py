@@ -41,6 +41,7 @@ TOOLS = (
     ("fit",),
     ("train",),
     ("fold",),
+    ("scale",),
     ("report",),
     ("hub", "parallel", "quantize"),
 )

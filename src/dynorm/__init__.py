@@ -21,6 +21,7 @@ from dynorm.jobs.convert_model import convert_model
 from dynorm.layers import Derf, DyISRU, DyT, LinearControl, param_groups
 from dynorm.replace import convert_, restore_
 from dynorm.report import inspect_norms, measure
+from dynorm.scale import add_scale_channel_
 from dynorm.train import AnnealSchedule, AnnealStart, finalize_, set_anneal_
 from dynorm.train.distill import distill_
 from dynorm.train.monitor import Monitor
@@ -35,6 +36,7 @@ __all__ = [
     "DynormError",
     "LinearControl",
     "Monitor",
+    "add_scale_channel_",
     "calibrate_",
     "convert_",
     "convert_model",

@@ -18,6 +18,7 @@ from dynorm.find.recover import affine_of
 from dynorm.find.tokens import named_tensors
 from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.replace.channel import scale_channel_of
 from dynorm.replace.converted import Replaced, dynorm_layers, is_ours, replaced_by
 from dynorm.replace.swap import original_, swap_, take_over_, tensor_like
 from dynorm.site import UNIT_LENGTH, NormSite, as_globs, select_sites
@@ -194,9 +195,15 @@ def convert_(
         like = tensor_like(norm, model)
         options = _options(site, kind, per_channel=per_channel, center=center)
         options["witnesses"] = () if is_count else witnesses
+        channel = scale_channel_of(norm)
+        if channel is not None:
+            options["witnesses"] = channel.witnesses
+            options["center"] = False
         layer = kind(**options, device=like.device, dtype=like.dtype)
         _fill_(layer, norm, site, copies)
-        take_over_(layer, norm, Replaced(norm, site, witnesses=most, auto=is_auto))
+        take_over_(
+            layer, norm, Replaced(norm, site, witnesses=0 if channel else most, auto=is_auto)
+        )
         new[norm] = layer
     _warn_of_adapters(modules, replaceable)
     # A parameter that another module shares with a norm stays shared, unless its values changed.
