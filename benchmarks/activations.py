@@ -69,7 +69,7 @@ LABELS = {"linear": "linear", "dyt": "DyT", "dyisru": "DyISRU"}
 
 
 def add_legend(figure: Figure) -> None:
-    """Say what the colours are."""
+    """Explain the colours."""
     from matplotlib.lines import Line2D
 
     styles = {"linear": ":", "dyt": "--", "dyisru": "-"}

@@ -1,4 +1,4 @@
-"""The simplest layer at each norm of a real encoder: how many become lines, and what is left of the quality.
+"""The simplest layer at each norm of a real encoder: how many become linear layers, and the quality that is left.
 
 ``python -m benchmarks.auto`` calibrates all-MiniLM-L6-v2 with ``to="auto"`` at several tolerances,
 and writes benchmarks/results/auto.json, in a few minutes. ``python -m benchmarks.auto --add
@@ -23,7 +23,7 @@ ARMS = (("dyisru", None), *(("auto", each) for each in TOLERANCES))
 
 
 def calibrated(to: str, tolerance: float | None) -> Row:
-    """Return what a model has at its sites after calibration, and how far it is from the original."""
+    """Return the layers at the sites of a model after calibration, and its distance from the original."""
     subject = encoder(0)
     # Its first stage is the calibration.
     chosen = {} if tolerance is None else {"tolerance": tolerance}

@@ -48,7 +48,7 @@ def tiny_model(kind: str, layers: int = 1) -> nn.Module:
     else:
         config = transformers.ViTConfig(image_size=32, patch_size=8, **sizes)
     torch.manual_seed(0)
-    # Tuples are what a saved program can return without transformers.
+    # A saved program can return tuples without transformers.
     config.return_dict = False
     model: nn.Module = transformers.AutoModel.from_config(config).eval()
     with torch.no_grad():
@@ -96,7 +96,7 @@ class Generated:
 
 
 def count(code: str) -> Generated:
-    """Count what the generated wrapper calls, and what the C++ kernels that it calls hold."""
+    """Count the calls of the generated wrapper, and the contents of the C++ kernels that it calls."""
     kernels = kernels_of(code)
     calls = [name for name in re.findall(r"^\s+(\w+)\(", code, re.M) if name in kernels]
     return Generated(

@@ -1,4 +1,4 @@
-"""What a decoder loses and gets back: SmolLM2-135M-Instruct after calibration, and along a distillation.
+"""The loss of a decoder: SmolLM2-135M-Instruct after calibration, and along a distillation.
 
 ``python -m benchmarks.decoder`` writes benchmarks/results/decoder.json. Steps and tokens are given,
 not minutes, so that a busy machine gives the same figures. It needs the packages of
@@ -63,7 +63,7 @@ NEAR = 0.5
 
 
 def figures(model: Any, original: Any, tests: Batches) -> dict[str, float]:
-    """Return the loss over the original's and what goes with it, over all batches."""
+    """Return the loss above the original's and related figures, over all batches."""
     out = compare(model, original, tests)
     return {name: round(getattr(out, name), 4) for name in FIGURES}
 
@@ -111,7 +111,7 @@ def main() -> None:
                 add("distilled", state.global_step, model)
 
     if witnesses == LANGUAGE["witnesses"]:
-        # What rounding alone does to the greedy tokens.
+        # The effect of rounding on the greedy tokens.
         add("the original in bfloat16", 0, copy.deepcopy(original).bfloat16())
     add("calibrated", 0, model)
     if steps:

@@ -107,8 +107,53 @@ PARTS: dict[str, Callable[[], Any]] = {
 
 
 def load() -> dict[str, Any]:
-    """Return what has been measured."""
+    """Return the measurements so far."""
     return dict(json.loads(RESULTS.read_text("utf-8"))) if RESULTS.exists() else {}
+
+
+def answers_table() -> str:
+    """Return the figures that matter most, one row each."""
+    found = load()
+    counts = found["code"]["models"]["bert"]
+    passes, reductions = (
+        f"{counts['before'][name]} → {counts['after'][name]}" for name in ("loops", "reductions")
+    )
+    errors = [row["error"] for row in found["parity"] if "error" in row]
+    nodes = []
+    for row in found["parity"]:
+        if row["model"] == "bert" and "onnx" in row:
+            nodes.append(row["norms_and_reductions"])
+    encoder = {row["way"]: f"{row['cosine']:.4f}" for row in found["int8"]["rows"]}
+    decoder = _after_norms(found["decoder"]["rows"])
+    images = _after_norms(found["images"]["rows"])
+    rows = [
+        ("compiled BERT of two layers, passes over activations", passes),
+        ("the same, reductions", reductions),
+        ("exported models, largest error", f"{max(errors):.1e}"),
+        ("ONNX graph of BERT, LayerNormalization and Reduce", " → ".join(map(str, nodes[:2]))),
+        ("int8 encoder, static scales per channel, cosine", encoder[_STATIC]),
+        ("int8 encoder, dynamic scales per token, cosine", encoder["dynamic, one scale per token"]),
+    ]
+    for way, words in (("static, power 0.75", "static"), ("dynamic", "dynamic")):
+        rows.append(
+            (
+                f"int8 decoder, {words}, divergence on docstrings in nats",
+                f"{decoder[way]['docstrings']['kl']:.4f}",
+            )
+        )
+    for way, words in (("static, power 0.75", "static"), ("dynamic", "dynamic")):
+        rows.append((f"int8 images, {words}, worst cosine", f"{images[way]['worst']:.4f}"))
+    lines = ["| measured | result |", "|---|---|"]
+    lines += [f"| {name} | {result} |" for name, result in rows]
+    return "\n".join(lines)
+
+
+_STATIC = "data, least and largest, one scale per channel"
+
+
+def _after_norms(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the rows of the linear layers after a norm, by their way."""
+    return {row["way"]: row for row in rows if row["linears"] == "after a norm"}
 
 
 def code_table() -> str:
@@ -153,7 +198,7 @@ def parity_table() -> str:
         lines.append(f"| {road} | " + " | ".join(f"{error:.1e}" for error in errors) + " |")
     for name, title in (
         ("nodes", "ONNX nodes"),
-        ("norms_and_reductions", "of these LayerNormalization, Reduce"),
+        ("norms_and_reductions", "LayerNormalization and Reduce among them"),
     ):
         cells = []
         for kind in kinds:
@@ -205,7 +250,7 @@ def bound_table() -> str:
 
 
 def decoder_table() -> str:
-    """One row per way: what is lost to the converted model on two kinds of text."""
+    """One row per way: the loss compared with the converted model on two kinds of text."""
     found = load()["decoder"]
     lines = [
         "| linear layers in int8 | activations | docstrings: loss | KL | reference: loss | KL |",
@@ -240,6 +285,7 @@ def image_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "answers": answers_table,
     "code": code_table,
     "excerpt": code_excerpt,
     "parity": parity_table,

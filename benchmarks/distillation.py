@@ -171,7 +171,7 @@ def on_all_kinds(subject: Subject) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Measure what no earlier run has measured; each row is written when it is done."""
+    """Measure the rows that are missing; each row is written when it is done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model", choices=list(MODELS), default="encoder", help="what is converted"

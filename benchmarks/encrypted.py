@@ -1,4 +1,4 @@
-"""What a norm costs under encryption, and what stands in its place: ``python -m benchmarks.encrypted``, a minute.
+"""The cost of a norm under encryption, and of its replacements: ``python -m benchmarks.encrypted``, a minute.
 
 It runs examples/encrypted_inference.py, which needs the extra ``encrypted``, and writes
 benchmarks/results/encrypted.json.

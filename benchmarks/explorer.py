@@ -1,7 +1,7 @@
 """How smoothly the explorer's page follows the mouse: ``python -m benchmarks.explorer`` writes results/explorer.json.
 
 A real, headless browser drags the outlier to and fro for some seconds. A frame counts when the
-numbers on the page have changed since the frame before, so what is measured is the whole way from
+numbers on the page have changed since the frame before, so the measured time is the whole way from
 the mouse to the picture.
 """
 

@@ -59,7 +59,7 @@ def onnx_session(program: torch.onnx.ONNXProgram) -> onnxruntime.InferenceSessio
 
 
 def dtypes() -> list[dict[str, Any]]:
-    """Return, for each layer and dtype, the largest error of onnxruntime, or what it says."""
+    """Return, for each layer and dtype, the largest error of onnxruntime, or its message."""
     rows = []
     for cls in LAYERS:
         for dtype in DTYPES:

@@ -1,4 +1,4 @@
-"""What folds in which model, and what it buys: ``python -m benchmarks.fold [--timings]``, for docs/fold.md."""
+"""The folds of each model, and their effect: ``python -m benchmarks.fold [--timings]``, for docs/fold.md."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def row_of(name: str) -> dict[str, Any]:
 
 
 def linear_row(name: str) -> dict[str, Any]:
-    """What is left of a model's norms when all of them are linear layers, and everything is allowed."""
+    """The norms that are left if all of them are linear layers, and everything is allowed."""
     model = _double(name)
     given = inputs(name, model)
     linear_(model, **given)
@@ -189,8 +189,26 @@ def _shake_(model: nn.Module) -> None:
         parameter.add_(0.01 * torch.randn_like(parameter))
 
 
+SHOWN = ("gpt2", "llama", "qwen3", "mixtral", "bert", "t5", "vit", "dinov2", "whisper")
+
+
+def answers_table(document: dict[str, Any]) -> str:
+    """Return a row for each of the best-known models, with everything allowed."""
+    lines = [
+        "| model | norms | affine folded | means removed | linear layers removed |",
+        "|---|---|---|---|---|",
+    ]
+    for row in document["models"]:
+        if row["model"] in SHOWN:
+            allowed = row["allowed"]
+            removed = f"{row['linear']['gone']} of {allowed['sites']}"
+            cells = [_of(allowed["affine"]), _of(allowed["center"]), removed]
+            lines.append(f"| {_title(row)} | {allowed['sites']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def coverage_table(document: dict[str, Any]) -> str:
-    """One row a model."""
+    """Return one row per model."""
     lines = [
         "| model | norms | affine | means | affine, allowed | means, allowed | loads with | "
         "refused even then |",
@@ -249,7 +267,7 @@ def _why(refused: list[dict[str, Any]]) -> str:
 
 
 def timings_table(document: dict[str, Any]) -> str:
-    """One row a model and mode."""
+    """Return one row per model and mode."""
     lines = [
         "| forward pass | LayerNorm | folded | folded / LayerNorm | parameters less | operations "
         "less |",
@@ -277,6 +295,7 @@ def timings_table(document: dict[str, Any]) -> str:
 def renewed(text: str, document: dict[str, Any]) -> str:
     """Return the page with its tables as the results say."""
     for name, table in (
+        ("answers", answers_table),
         ("coverage", coverage_table),
         ("linear", linear_table),
         ("timings", timings_table),
@@ -301,7 +320,7 @@ def main() -> None:
             "torch": torch.__version__,
             "machine": platform.machine(),
         }
-        # Of what else ran: a busy machine's times say little.
+        # The load of the machine: times on a busy machine are not reliable.
         machine["load"] = os.getloadavg()[0]
         document["timings"] = machine | {"rows": timings(options.rounds)}
     elif not options.tables:

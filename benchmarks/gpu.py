@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU, against what they replace and against a plain copy, which is the limit.
+"""The Triton kernels on a GPU, compared with torch's layers and with a plain copy, which is the limit.
 
 ``python -m benchmarks.gpu`` checks every output first, then writes benchmarks/results/gpu.json:
 medians of CUDA events with the cache flushed before each run, in interleaved rounds. The checks
@@ -37,7 +37,7 @@ Contender = Callable[[], Any]
 
 
 def main() -> None:
-    """Check, measure, write the file and print what is in it."""
+    """Check, measure, write the file and print it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--check", action="store_true", help="check outputs only, for compute-sanitizer"
@@ -289,7 +289,7 @@ def measure(contenders: dict[str, Contender]) -> dict[str, dict[str, float]]:
 
 
 def describe_device() -> dict[str, Any]:
-    """Return what the figures hold for."""
+    """Return the machine and versions of the figures."""
     import triton
 
     properties = torch.cuda.get_device_properties(0)

@@ -1,4 +1,4 @@
-"""What an encoder of images loses and gets back, from the reports of ``dynorm convert``.
+"""The loss of an encoder of images, from the reports of ``dynorm convert``.
 
 ``python -m benchmarks.images build/dinov2-calibrated/report.json
 build/dinov2-distilled/report.json`` writes benchmarks/results/images.json; ``make images`` makes
@@ -28,7 +28,7 @@ FIGURES = ("cosine_mean", "cosine_median", "cosine_min", "spearman", "neighbours
 
 
 def row(report: dict[str, Any]) -> Row:
-    """Return what was done, and how far the images' embeddings are from the original's."""
+    """Return the stages, and how far the images' embeddings are from the original's."""
     meta = report["meta"]
     training = meta["stages"].get("distill", {})
     return {

@@ -62,7 +62,7 @@ def ways(
 ) -> list[tuple[str, Callable[[nn.Module], Any]]]:
     """Return each way to quantize by its name; ``ranges`` are those of each channel."""
     found: list[tuple[str, Callable[[nn.Module], Any]]] = [
-        ("weights alone", lambda model: by_torchao(model, readers, dynamic=False)),
+        ("weights only", lambda model: by_torchao(model, readers, dynamic=False)),
         ("dynamic, one scale per token", lambda model: by_torchao(model, readers, dynamic=True)),
     ]
 
@@ -109,7 +109,7 @@ def by_torchao(model: nn.Module, readers: Sequence[Reader], *, dynamic: bool) ->
 
 @torch.no_grad()
 def outputs(model: nn.Module, paths: set[str], batches: Batches) -> dict[str, Tensor]:
-    """Return what the layers at these paths give for all tokens but padding, of shape (tokens, C)."""
+    """Return the outputs of the layers at these paths for all tokens except padding, of shape (tokens, C)."""
     kept: dict[str, list[Tensor]] = {path: [] for path, _ in model.named_modules() if path in paths}
     for batch in batches:
         mask = batch["attention_mask"].bool()
@@ -154,7 +154,7 @@ def cosines(got: Tensor, want: Tensor) -> dict[str, float]:
 
 
 def spread(model: nn.Module, path: str, y: Tensor) -> dict[str, Any]:
-    """Compare the bound of a layer with what it gave."""
+    """Compare the bound of a layer with its outputs."""
     layer = model.get_submodule(path)
     assert isinstance(layer, PointwiseNorm)
     bounds = output_bounds(layer)

@@ -1,4 +1,4 @@
-"""Static int8 beside dynamic on a decoder and a model of images, by what it costs on their tasks.
+"""Static and dynamic int8 on a decoder and a model of images, compared by the loss on their tasks.
 
 SmolLM2-135M-Instruct and DINOv2-small, converted with eight witnesses per layer and calibrated,
 without distillation. Every way quantizes the same converted model, and is measured on held-out
@@ -145,7 +145,7 @@ def ways(
             yield what, f"static, power {POWER}; {kept} dynamic", both
         yield what, "static, one scale per channel", static(chosen, 1.0)
         yield what, "static, one scale", static(chosen, 0.0)
-        yield what, "weights alone", dynamic(chosen, weights_alone=True)
+        yield what, "weights only", dynamic(chosen, weights_alone=True)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from dynorm.files import write_text
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 # The first is for comparison: the same model, with its norms.
 STAGES = ("train", "calibrate", "refine", "distill")
-# Layers, channels, words, and tokens of a batch. The last one only checks what the others tell.
+# Layers, channels, words, and tokens of a batch. The last one only checks the estimate of the others.
 CONFIGS = ((8, 512, 8192, 256), (8, 512, 8192, 1024), (8, 512, 16384, 1024), (12, 640, 8192, 768))
 # Llama of 8 B parameters: an inner width of 3.5 C, a quarter of the heads for keys and values.
 LARGE = {
@@ -36,7 +36,7 @@ LARGE = {
 
 
 def terms(row: dict[str, float]) -> list[float]:
-    """Return what the bytes are counted for: weights; channels of all layers, and words, of all tokens."""
+    """Return the units of the bytes: weights; channels of all layers, and words, of all tokens."""
     return [
         row["parameters"],
         row["tokens"] * row["layers"] * row["channels"],
@@ -51,7 +51,7 @@ def booked(name: str) -> float:
 
 
 def measured(layers: int, channels: int, words: int, tokens: int) -> dict[str, float]:
-    """Return the peak of each stage over what the process had before the model, in bytes."""
+    """Return the peak memory of each stage above that before the model, in bytes."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Return the bytes per unit that all rows but the last tell, none negative, and what they make of the last."""
+    """Return the bytes per unit from all rows except the last, none negative, and the estimate of the last."""
     found: dict[str, Any] = {"small": rows, "bytes": {}, "check": {}}
     for stage in STAGES:
         *fitted, check = [(terms(row), row[stage]) for row in rows]

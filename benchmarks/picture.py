@@ -33,7 +33,7 @@ IMAGES = Path(__file__).parent.parent / "docs" / "images"
 
 
 def activations() -> dict[str, Tensor]:
-    """Return what each norm sees, as (tokens, C)."""
+    """Return the inputs of each norm, as (tokens, C)."""
     pretrained = load_pretrained(folder())
     batches = make_batches(pretrained, encode(pretrained, standard_library_docstrings()[::60]))
     norms = {name: m for name, m in pretrained.model.named_modules() if isinstance(m, nn.LayerNorm)}
@@ -96,7 +96,7 @@ def draw(inputs: dict[str, Tensor]) -> None:
 
 
 def draw_witness(x: Tensor) -> None:
-    """Two panels: what one channel tells of each token's sum, and what a constant and four channels make of it."""
+    """Two panels: the sum of each token against one channel, and against a constant and four channels."""
     import matplotlib.pyplot as plt
 
     scales = TokenScales("layernorm", 1e-12, None, Ranks())
@@ -113,13 +113,13 @@ def draw_witness(x: Tensor) -> None:
         line, one.beta + one.gains[0] * line, color="0.2", lw=1.2, label=r"$\beta + g\,x^2$, fitted"
     )
     axes[0].set_xlim(1, None)
-    axes[0].set_title(f"one witness tells {one.explained[1]:.1%} of the sizes", fontsize=11)
+    axes[0].set_title(f"one witness explains {one.explained[1]:.1%} of the sizes", fontsize=11)
     axes[0].set_xlabel(f"square of channel {one.channels[0]}")
-    told = four.beta + x[:, list(four.channels)].square() @ torch.tensor(four.gains)
+    estimated = four.beta + x[:, list(four.channels)].square() @ torch.tensor(four.gains)
     constant = torch.full_like(sums, scales.choose(0).beta)
     axes[1].scatter(constant, sums, s=5, color="0.75", linewidths=0, label="a constant")
     axes[1].scatter(
-        told,
+        estimated,
         sums,
         s=5,
         color=COLOURS["dyisru"],
@@ -129,8 +129,8 @@ def draw_witness(x: Tensor) -> None:
     )
     ends = [float(sums.min()), float(sums.max())]
     axes[1].plot(ends, ends, color="0.5", lw=0.8, ls="--", label="exact")
-    axes[1].set_title(f"four tell {four.explained[4]:.1%}, a constant none", fontsize=11)
-    axes[1].set_xlabel("told by the layer")
+    axes[1].set_title(f"four explain {four.explained[4]:.1%}, a constant none", fontsize=11)
+    axes[1].set_xlabel("estimated by the layer")
     for axis, place in zip(axes, ("upper left", "lower right"), strict=True):
         axis.legend(frameon=False, loc=place, markerscale=3)
         axis.set(xscale="log", yscale="log")

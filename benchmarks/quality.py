@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.quality`` writes benchmarks/results/quality.json. Each layer is measured
 after each stage: closed-form calibration and joint refinement of the constants;
-benchmarks/distillation.py has what comes after. Seeds change the split of texts and their order.
+benchmarks/distillation.py has the next stage. Seeds change the split of texts and their order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is lost on a task: find the Debian package that a synopsis belongs to, before and after the conversion.
+"""The loss on a task: find the Debian package that a synopsis belongs to, before and after the conversion.
 
 ``python -m benchmarks.retrieval build/demo/model`` writes benchmarks/results/retrieval.json. The
 synopsis of a package is the query and the long descriptions of 1,500 packages are searched, by the

@@ -1,4 +1,4 @@
-"""What a model of speech loses and gets back: Whisper tiny.en after calibration, and after a short distillation.
+"""The loss of a model of speech: Whisper tiny.en after calibration, and after a short distillation.
 
 ``python -m benchmarks.speech`` writes benchmarks/results/speech.json. Steps and files are given,
 not minutes, so that a busy machine gives the same figures. It needs the packages of
@@ -40,7 +40,7 @@ def agreement(pairs: Iterable[tuple[str, str]]) -> float:
 
 
 def spoken(clip: Clip) -> str:
-    """Return what is said in a file."""
+    """Return the words of a file."""
     return clip.file.with_suffix(".txt").read_text()
 
 

@@ -1,4 +1,4 @@
-"""What a training step costs with point-wise layers, and with annealed ones, beside the same step with norms.
+"""The time of a training step with point-wise layers and with annealed ones, compared with norms.
 
 ``python -m benchmarks.steps`` trains the study's small models side by side, one step of each a
 round in an order drawn anew, and writes benchmarks/results/steps.json: a few minutes on two cores.

@@ -46,10 +46,10 @@ Batches = list[dict[str, Tensor]]
 
 @dataclass
 class Subject:
-    """A model on its way, and what it is fitted to and measured on.
+    """A model on its way, with its data for fitting and measuring.
 
     Args:
-        pretrained: what is converted.
+        pretrained: the model to convert.
         original: the same before.
         encoded: texts to fit on, as token ids.
         tests: batches of held-out texts.
@@ -137,7 +137,7 @@ def trained(steps: int, texts: list[str]) -> Path:
 
 
 def train(steps: int, texts: list[str], out: Path) -> dict[str, Any]:
-    """Train a model, save it with its tokenizer, and return what was done."""
+    """Train a model, save it with its tokenizer, and return a record of the training."""
     from transformers import (
         ByT5Tokenizer,
         GPT2Config,
@@ -189,11 +189,11 @@ def rows_so_far(results: Path) -> list[Row]:
 def add_rows(
     results: Path, about: dict[str, Any], new: list[Row], order: Callable[[Row], Any] | None = None
 ) -> None:
-    """Add rows, each with what it was made with; a write that fails leaves the old file.
+    """Add rows, each with the versions that made it; a write that fails leaves the old file.
 
     Args:
         results: the file.
-        about: what holds for all rows.
+        about: the facts of all rows.
         new: the rows.
         order: the key by which all rows are sorted; None leaves them as they came.
     """

@@ -10,7 +10,7 @@ from statistics import mean
 from textwrap import wrap
 from typing import Any
 
-from benchmarks import draws, memory
+from benchmarks import draws, memory, models
 from benchmarks.speed import table as speed
 
 ROOT = Path(__file__).parent.parent
@@ -80,7 +80,7 @@ def retrieval_table() -> str:
     """One row per model: means over the draws of packages, and the most that a draw has lost to the original."""
     first, *others = load("retrieval")["rows"]
     lines = [
-        "| all-MiniLM-L6-v2 | right package first | mean reciprocal rank | of it lost, worst draw "
+        "| all-MiniLM-L6-v2 | right package first | mean reciprocal rank | largest loss of a draw "
         "|",
         "|---|---|---|---|",
     ]
@@ -89,6 +89,47 @@ def retrieval_table() -> str:
         cells = f"{mean(row['recall_at_1']):.1%} | {mean(row['mrr']):.4f} | {f'{lost:.4f}' if row is not first else ''}"
         lines.append(f"| {RETRIEVED[row['model']]} | {cells} |")
     return "\n".join(lines)
+
+
+def headline_table() -> str:
+    """One row per stage: the task with witnesses, and the cosine with witnesses and without."""
+    retrieved = {row["model"]: row for row in load("retrieval")["rows"]}
+    lines = [
+        "| all-MiniLM-L6-v2, all 13 norms | right package first | mean reciprocal rank | "
+        "cosine, 4 witnesses | cosine, pure function |",
+        "|---|---|---|---|---|",
+    ]
+    original, calibrated, demo = (retrieved[name] for name in RETRIEVED)
+    cosines = [_cosines("refined", count) for count in (4, 0)]
+    trained = [_distilled(name) for name in ("DyISRU, four witnesses", "DyISRU")]
+    for title, row, cells in (
+        ("the original", original, ["", ""]),
+        ("calibrated and refined", calibrated, cosines),
+        ("and distilled", demo, trained),
+    ):
+        task = f"{mean(row['recall_at_1']):.1%} | {mean(row['mrr']):.4f}"
+        lines.append(f"| {title} | {task} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cosines(stage: str, witnesses: int) -> str:
+    """Return the mean cosine of DyISRU with one constant per channel, with the spread of seeds."""
+    cosines = []
+    for row in load("quality")["rows"]:
+        key = (row["layer"], row["per_channel"], row.get("witnesses", 0), row["stage"])
+        if key == ("dyisru", True, witnesses, stage):
+            cosines.append(row["cosine"])
+    return f"{cosines[0]:.4f}" if len(cosines) == 1 else _mean(cosines)
+
+
+def _distilled(recipe: str) -> str:
+    """Return the mean cosine of the encoder after the longest distillation of a recipe."""
+    [row] = [
+        row
+        for row in load("distillation")["rows"]
+        if (row["model"], row["steps"], row["recipe"]) == ("encoder", DISTILLATION_STEPS, recipe)
+    ]
+    return f"{row['docstrings']['cosine']:.4f}"
 
 
 def witness_table() -> str:
@@ -155,7 +196,7 @@ def speech_table() -> str:
     """One row per stage of Whisper: its words and likeliest tokens beside the original's, and the right words."""
     found = load("speech")
     lines = [
-        "| stage | files heard | words as the original's | likeliest token | KL | right words |",
+        "| stage | files heard | same words | same likeliest token | KL | correct words |",
         "|---|---|---|---|---|---|",
         f"| the original | | | | | {found['rows'][0]['words_right_original']:.1%} |",
     ]
@@ -171,13 +212,14 @@ def images_table() -> str:
     lines = [
         "| refined, steps | distilled, steps | cosine: mean | median | worst | rank correlation of "
         "all pairs "
-        "| nearest neighbour kept |",
+        "| same nearest neighbour |",
         "|---|---|---|---|---|---|---|",
     ]
     document = load("images")
-    original = {"refined": "the original, photographs moved by one pixel", "steps": ""} | document[
-        "moved"
-    ]
+    original = {
+        "refined": "the original, on photographs moved by one pixel",
+        "steps": "",
+    } | document["moved"]
     for row in (*document["rows"], original):
         figures = (
             f"{row[name]:.3f}"
@@ -229,7 +271,7 @@ def paper_table() -> str:
     document = load("paper")
     printed = document["paper"]
     lines = [
-        "| function | constant | the paper's | mean absolute residual | the paper's |",
+        "| function | constant | in the paper | mean absolute residual | in the paper |",
         "|---|---|---|---|---|",
     ]
     for name, constant in (
@@ -253,7 +295,7 @@ def paper_table() -> str:
 
 
 def generality() -> str:
-    """What a thousand samples say, in the words of ``dynorm paper``."""
+    """The result of a thousand samples, in the words of ``dynorm paper``."""
     sentences = re.split(r"(?<=[.:]) (?=[A-Z])", load("paper")["generality"]["verdict"])
     return "\n".join(
         "\n".join(wrap(f"- {each}", 118, break_on_hyphens=False, subsequent_indent="  "))
@@ -290,8 +332,22 @@ def inspection_table() -> str:
 
 
 def speed_machine() -> str:
-    """What the figures of speed hold for."""
+    """The machine that the figures of speed were measured on."""
     return "\n".join(f"{line}  " for line in speed.headline(load("speed")).splitlines()).rstrip()
+
+
+def speed_headline() -> str:
+    """Return one row per pass and dtype: the ratio of DyISRU and LayerNorm at each size."""
+    lines: list[str] = []
+    for table in _operation_tables():
+        [row] = [row for row in table.rows if row[0] == "DyISRU"]
+        if not lines:
+            columns = ["DyISRU", *table.columns[1:]]
+            lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        # A cell has the time, and in brackets the ratio.
+        ratios = [cell.partition("(")[2].rstrip(")") for cell in row[1:]]
+        lines.append(f"| {table.title} | {' | '.join(ratios)} |")
+    return "\n".join(lines)
 
 
 def speed_ratios() -> str:
@@ -306,14 +362,15 @@ def speed_models() -> str:
 
 def speed_operations() -> str:
     """One table per dtype and pass, for the most threads."""
+    return "\n\n".join(f"**{table.title}**\n\n{_markdown(table)}" for table in _operation_tables())
+
+
+def _operation_tables() -> list[speed.Rows]:
+    """Return the tables of the passes, for the most threads."""
     document = load("speed")
     first = document["settings"]["threads"][0]
-    shown = document | {
-        "operations": [group for group in document["operations"] if group["threads"] == first]
-    }
-    return "\n\n".join(
-        f"**{table.title}**\n\n{_markdown(table)}" for table in speed.operation_tables(shown)
-    )
+    groups = [group for group in document["operations"] if group["threads"] == first]
+    return speed.operation_tables(document | {"operations": groups})
 
 
 def steps_table() -> str:
@@ -348,7 +405,7 @@ def auto_table() -> str:
     """What ``to="auto"`` leaves of the norms of a real encoder, and of the quality."""
     document = load("auto")
     lines = [
-        "| layers | lines | lines with witnesses | DyISRU | norms left | Spearman, calibrated | "
+        "| layers | linear | linear with witnesses | DyISRU | norms left | Spearman, calibrated | "
         "Spearman, distilled |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -377,8 +434,7 @@ def encrypted_table() -> str:
     """Time, levels and error of what may stand at a norm under encryption."""
     document = load("encrypted")
     lines = [
-        "| site | function | levels | milliseconds, in the least ring | in one ring for all | "
-        "error |",
+        "| site | function | levels | milliseconds, smallest ring | one ring for all | error |",
         "|---|---|---|---|---|---|",
     ]
     words = {"norm": f"the norm, its root a polynomial of degree {document['degree']}"}
@@ -397,11 +453,11 @@ def encrypted_table() -> str:
 
 
 def memory_table() -> str:
-    """One row per stage: what its bytes are counted for, the check on a small model, and a large one from it."""
+    """One row per stage: the bytes per unit, the check on a small model, and a large model scaled from it."""
     found, large = load("memory"), memory.terms(memory.LARGE)
     lines = [
         "| bytes | per parameter | per token, layer and channel | per token and word "
-        "| the fourth: formula / measured, GiB | 8 B, scaled: one process | each of eight, sharded "
+        "| check: formula / measured, GiB | 8 B, scaled: one process | each of eight, sharded "
         "|",
         "|---|---|---|---|---|---|---|",
     ]
@@ -430,7 +486,7 @@ def _markdown(table: speed.Rows) -> str:
 
 
 def _nats(rows: list[dict[str, float]]) -> str:
-    """What the next token's loss has grown by / the divergence from the original, means over the seeds."""
+    """Growth of the next token's loss / divergence from the original, means over the seeds."""
     more = [row["nats"] - row["original_nats"] for row in rows]
     apart = f"{mean(row['divergence'] for row in rows):.4f}"
     spread = f" ± {_half_range(more):.4f}" if len(rows) > 1 else ""
@@ -445,7 +501,7 @@ def _three(values: dict[str, float]) -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"headline": retrieval_table},
+    "README.md": {"headline": headline_table},
     "docs/quality.md": {
         "retrieval": retrieval_table,
         "speech": speech_table,
@@ -453,6 +509,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "distillation": distillation_tables,
     },
     "docs/speed.md": {
+        "speed-headline": speed_headline,
         "speed-machine": speed_machine,
         "speed-ratios": speed_ratios,
         "speed-models": speed_models,
@@ -463,6 +520,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "decoder": decoder_table,
         "draws": draws_table,
     },
+    "docs/models.md": models.TABLES,
     "docs/anneal.md": {"steps": steps_table},
     "docs/without-norms.md": {"auto": auto_table, "encrypted": encrypted_table},
     "docs/howto/vision.md": {"images": images_table},
@@ -473,7 +531,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "inspection": inspection_table,
     },
 }
-"""What each page shows between its marks."""
+"""The tables of each page, by their marks."""
 
 
 def renewed(page: str) -> str:

@@ -2,7 +2,7 @@
 
 The layer has its real shapes, on the meta device and a group of fake processes: DTensor issues
 every collective as it would on GPUs, and each is recorded with the size of its tensors. Nothing is
-computed and nothing is sent. What a rank sends follows from the rings that libraries use: (n - 1) /
+computed and nothing is sent. The bytes of a rank follow from the rings that libraries use: (n - 1) /
 n of the whole tensor for a gather or a reduce-scatter, twice that for an all-reduce.
 """
 
@@ -106,7 +106,7 @@ class ChannelSharded(ParallelStyle):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; its heads are counted by what a rank has. Rotations would not communicate."""
+    """Grouped-query attention; each rank has a part of the heads. Rotations would not communicate."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ ARMS = {
 
 
 def plan(arm: Arm) -> dict[str, ParallelStyle]:
-    """The plan of a layer: what attention and MLP read is gathered once, what they write is reduced."""
+    """The plan of a layer: inputs of attention and MLP are gathered once, their outputs are reduced."""
     found: dict[str, ParallelStyle] = {
         name: ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v")
     }
@@ -246,7 +246,7 @@ def count(shape: Shape, ranks: int, phase: str, arm: Arm) -> dict[str, Any]:
     return {"collectives": dict(sorted(counts.items())), "bytes": sent(wire.seen, ranks)}
 
 
-# What each rank sends at most in one direction, bytes a second, and what a collective costs before
+# The highest rate of each rank in one direction, in bytes per second, and the cost of a collective before
 # its first byte: round figures of data sheets and of common measurements, which the model below
 # assumes.
 LINKS = {

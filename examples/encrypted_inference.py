@@ -84,7 +84,7 @@ def activations() -> dict[str, dict[str, Any]]:
 
 
 def without_mean(x: np.ndarray) -> np.ndarray:
-    """Return the norm's input as it is after a fold, which takes the mean into what writes x: it costs nothing here."""
+    """Return the norm's input as it is after a fold, which moves the mean into the writers of x."""
     return x - x.mean(-1, keepdims=True)
 
 

@@ -1,6 +1,6 @@
 """Direct logit attribution that is exact: a model without norms in TransformerLens.
 
-With a norm before the head, what a part adds to a logit depends on the size of all parts together,
+With a norm before the head, the contribution of a part to a logit depends on the size of all parts together,
 so removing one changes the others' share too. Where linear layers have replaced the norms, and are
 folded away, logits are plain sums.
 """
@@ -64,7 +64,7 @@ def in_lens(model: torch.nn.Module, *, norms: bool) -> TransformerBridge:
 
 @torch.no_grad()
 def errors(lens: TransformerBridge, tokens: torch.Tensor) -> tuple[float, float]:
-    """Return two errors of the attribution to parts: of their sum, and of what each does when it is taken away."""
+    """Return two errors of the attribution to parts: of their sum, and of the effect of removing each part."""
     logits, cache = lens.run_with_cache(tokens)
     likeliest = logits.argmax(-1, keepdim=True)
     parts, names = cache.decompose_resid(layer=-1, return_labels=True)

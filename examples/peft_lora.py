@@ -84,7 +84,7 @@ def main() -> None:
         again = loaded(**batch).logits
         merged = loaded.merge_and_unload()(**batch).logits
     accuracy = (logits.argmax(-1) == labels).float().mean().item()
-    print(f"accuracy {accuracy:.3f} on what it was trained on; the adapter has {size / 1e6:.2f} MB")
+    print(f"accuracy {accuracy:.3f} on the training data; the adapter has {size / 1e6:.2f} MB")
     if not accuracy > 0.8:
         raise SystemExit("the adapter should have learned the task")
     torch.testing.assert_close(again, logits, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The arms of the study: what stands where a transformer has its norms."""
+"""The arms of the study: the layers in place of a transformer's norms."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Arm:
     """One way to train a model.
 
     Args:
-        name: what the command line calls it.
-        words: what it is.
+        name: its name on the command line.
+        words: its description.
         norm: the norm it trains with, or that is replaced: "layernorm", "rmsnorm", or "own", the
             model's.
         layer: the name that ``dynorm.convert_`` knows, or None for a norm throughout.

@@ -1,4 +1,4 @@
-"""What goes along with a run's training: the watch, the log, the early end, and the constants' warm-up."""
+"""Callbacks of a run: the watch, the log, the early end, and the constants' warm-up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from studies.runs import Record, RunFiles
 from studies.settings import Settings
 
 DIVERGED = 10.0
-# What the Trainer calls it, and what our log does. Rates and times are left out: the settings and
+# Names of the Trainer, and of our log. Rates and times are left out: the settings and
 # the result have them.
 _COLUMNS = {
     "loss": "loss",

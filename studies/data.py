@@ -1,4 +1,4 @@
-"""What the models learn: the bytes of Python's standard library, or scikit-learn's digits."""
+"""The data of the study: the bytes of Python's standard library, or scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Data:
     """Training items, and held-out ones in an order that makes any first part of them a fair sample.
 
     Args:
-        train: what is learned from.
-        held_out: what is measured on, in a fixed random order.
-        words: what it is and how much, for the record.
+        train: the training items.
+        held_out: the items to measure on, in a fixed random order.
+        words: a description with the size, for the record.
     """
 
     train: Dataset[Item]

@@ -1,4 +1,4 @@
-"""The plan of the study: which runs are wanted, in order of priority, given what is known so far."""
+"""The plan of the study: which runs are wanted, in order of priority, given the results so far."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Part:
 
     Args:
         key: its mark in the page.
-        title: what the report calls it.
+        title: its name in the report.
         arms: in order of priority.
         steps: optimizer steps.
         norm_rates: the rates of arms that begin with a norm.
@@ -304,7 +304,7 @@ def planned(results: Mapping[str, Record], plan: tuple[Part, ...] = PLAN) -> lis
     """Return all runs of the plan, those that are done too, in order of priority.
 
     Args:
-        results: what is known, by the run's name.
+        results: the results so far, by the run's name.
         plan: the parts.
     """
     found: list[Planned] = []
@@ -358,7 +358,7 @@ def settled(
 
     Args:
         sweep: with seed 0.
-        results: what is known, by the run's name.
+        results: the results so far, by the run's name.
         seeds: the others that count.
     """
     first = best(sweep, results)

@@ -1,4 +1,4 @@
-"""The page of the study from its runs: ``python -m studies.report`` writes study.json, the pictures and the tables."""
+"""The pages of the study from its runs: ``python -m studies.report`` writes study.json, pictures and tables."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from studies.tables import (
     answers,
     checkpoints,
     functions,
+    headline,
     left,
     on_the_way,
     opening,
@@ -31,6 +32,9 @@ from studies.train import main
 
 STUDY = ROOT / "studies" / "results" / "study.json"
 PAGE = ROOT / "docs" / "study.md"
+DETAILS = ROOT / "docs" / "study-runs.md"
+# The marks of the first page; all others are on the second.
+FIRST = ("headline", "curves")
 IMAGES = ROOT / "docs" / "images"
 CAPTIONS = {
     "study-rates": "Held-out loss of each arm over its learning rate, seed 0: squares as published, or "
@@ -50,39 +54,45 @@ def command(
     page: Annotated[
         Path, typer.Option(help="The page whose marked parts are written anew.")
     ] = PAGE,
+    details: Annotated[
+        Path, typer.Option(help="The page of all runs, whose marked parts are written too.")
+    ] = DETAILS,
     images: Annotated[Path, typer.Option(help="Folder of the pictures.")] = IMAGES,
 ) -> None:
-    """Write the summary, the pictures, and the marked parts of the page.
+    """Write the summary, the pictures, and the marked parts of both pages.
 
     Example: python -m studies.report
     """
     from studies.pictures import draw
 
-    text = page.read_text("utf-8") if page.exists() else ""
-    for file in (study, page, images / "study-rates.png"):
+    for file in (study, page, details, images / "study-rates.png"):
         require_writable(file)
     log = partial(read_log, out=runs)
     found = summarize(read_all(runs), log=log)
-    renewed = with_parts(text, found)
+    texts = {}
+    for file, marked in ((page, first_parts(found)), (details, other_parts(found))):
+        text = file.read_text("utf-8") if file.exists() else ""
+        texts[file] = with_parts(text, marked)
     pictures = draw(found, log)
     for name, picture in pictures.items():
         write_bytes(images / f"{name}.png", picture)
     write_text(study, dumps(found, indent=1) + "\n")
-    write_text(page, renewed)
+    for file, text in texts.items():
+        write_text(file, text)
     typer.echo(f"{sum(group['runs'] for group in found['groups'].values())} runs: {study}, {page}")
 
 
-def with_parts(text: str, study: Mapping[str, Any]) -> str:
+def with_parts(text: str, marked: Mapping[str, str]) -> str:
     """Return the page with its marked parts written anew.
 
     Args:
         text: the page.
-        study: what ``studies.summary.summarize`` returned.
+        marked: the parts by their mark.
 
     Raises:
         DataError: the page lacks a mark.
     """
-    for key, part in parts(study).items():
+    for key, part in marked.items():
         start, end = f"<!-- study {key}: made by python -m studies.report -->", "<!-- end -->"
         before, found, rest = text.partition(start)
         _, closed, after = rest.partition(end)
@@ -94,9 +104,20 @@ def with_parts(text: str, study: Mapping[str, Any]) -> str:
     return text
 
 
+def first_parts(study: Mapping[str, Any]) -> dict[str, str]:
+    """Return the generated parts of the first page by their mark."""
+    return {key: part for key, part in parts(study).items() if key in FIRST}
+
+
+def other_parts(study: Mapping[str, Any]) -> dict[str, str]:
+    """Return the generated parts of the page of all runs by their mark."""
+    return {key: part for key, part in parts(study).items() if key not in FIRST}
+
+
 def parts(study: Mapping[str, Any]) -> dict[str, str]:
-    """Return the generated parts of the page by their mark."""
+    """Return the generated parts of both pages by their mark."""
     found = {
+        "headline": headline(study),
         "opening": opening(study),
         "answers": answers(study),
         "functions": functions(study),

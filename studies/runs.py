@@ -144,7 +144,7 @@ class RunFiles:
         write_text(self.log, "".join(dumps(line) + "\n" for line in lines))
 
     def write_result(self, record: Record) -> None:
-        """Write the result; what was set aside is deleted."""
+        """Write the result, and delete the old one that was kept."""
         write_text(self.result, dumps(record, indent=1) + "\n")
         for file in self.old:
             file.unlink(missing_ok=True)
@@ -202,7 +202,7 @@ def _make(folder: Path) -> None:
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """Return JSON in which what is not finite is null."""
+    """Return JSON with null for numbers that are not finite."""
     return json.dumps(_plain(value), indent=indent, allow_nan=False)
 
 

@@ -1,4 +1,4 @@
-"""Everything that makes a run what it is, and the name that says so."""
+"""The settings of a run, and the name made of them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Settings:
     fixed_writers: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run, before anything is built."""
+        """Refuse impossible settings, before anything is built."""
         if self.constants_rate is None:
             object.__setattr__(self, "constants_rate", self.arm_spec.constants_rate)
         self._check_numbers()

@@ -1,4 +1,4 @@
-"""Sizes of models, and of what they are trained and measured on."""
+"""Sizes of models, and of their data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dynorm.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Size:
-    """A model's size, and what a step and a measurement take.
+    """A model's size, and the amount of data per step and measurement.
 
     Args:
         layers: number of blocks.

@@ -1,4 +1,4 @@
-"""What the runs say: per arm the best rate, mean and spread there, and the width of the good range."""
+"""The summary of the runs: per arm the best rate, mean and spread there, and the width of the good range."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def summarize(
 
 
 def summary(runs: Runs) -> dict[str, Any]:
-    """Return what the runs of one group say; they differ in rate and seed only.
+    """Return the summary of the runs of one group; they differ in rate and seed only.
 
     The best rate is the settled one. Mean and half the range are over all seeds at the best rate
     that did not diverge. Losses are those of the held-out items by which no rate was chosen;
@@ -99,7 +99,7 @@ def summary(runs: Runs) -> dict[str, Any]:
 
 
 def costs(runs: Runs, reported: float | None) -> dict[float, float]:
-    """Return what each rate costs over the reported one, mean over mean of the seeds; inf where one diverged.
+    """Return the loss of each rate above the reported one, mean over mean of the seeds; inf where one diverged.
 
     It may be below 0, for the reported rate was chosen by other items. Not seed by seed: a seed
     that is lucky at one rate is not at the next.
@@ -114,7 +114,7 @@ def costs(runs: Runs, reported: float | None) -> dict[float, float]:
     for s, r in runs:
         loss = loss_of(r)
         found[s.lr] += [math.inf] if loss is None else [loss]
-    # The losses have six digits: what they differ by has no more.
+    # The losses have six digits, and so have their differences.
     return {lr: round(fmean(each) - reported, 6) for lr, each in found.items()}
 
 
@@ -260,14 +260,14 @@ def own_norm(settings: Settings) -> str:
 
 
 def words(group: Mapping[str, Any]) -> str:
-    """Return the name of a group's arm, with what it varies."""
+    """Return the name of a group's arm, with its variant."""
     arm = ARMS[group["arm"]]
     rest = str(group["variant"]).removeprefix(arm.name).removeprefix("-")
     return arm.words + (f", {rest}" if rest else "")
 
 
 def loss_of(record: Record) -> float | None:
-    """Return the loss of a run on what no choice has seen; None where it diverged."""
+    """Return the loss of a run on items that no choice has used; None if it diverged."""
     return None if record["loss"] is None else round(fmean(for_reporting(record)), 6)
 
 

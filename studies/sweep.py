@@ -29,7 +29,9 @@ def command(
         float | None, typer.Option(help="Start no run after so many minutes; none by default.")
     ] = None,
     only: Annotated[str, typer.Option(help="A glob that the run's name must match.")] = "*",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what is left, and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the runs that are left, and stop.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder of results and logs.")] = RUNS,
     checkpoints: Annotated[Path, typer.Option(help="Folder of checkpoints.")] = SCRATCH,
 ) -> None:
@@ -63,7 +65,7 @@ def sweep(
     checkpoints: Path = SCRATCH,
     plan: tuple[Part, ...] = PLAN,
 ) -> list[str]:
-    """Do what is missing, until nothing is left that may start, or the time is over.
+    """Do the missing runs, until none is left that may start, or the time is over.
 
     Args:
         minutes: after which no run is started.
@@ -108,11 +110,11 @@ def sweep(
 def left(
     only: str, results: dict[str, Record], *, each: bool = False, plan: tuple[Part, ...] = PLAN
 ) -> list[str]:
-    """Return lines that say what is missing and about how long it takes.
+    """Return lines with the missing runs and their estimated time.
 
     Args:
         only: a glob that the run's name must match.
-        results: what is done.
+        results: the finished runs.
         each: a line a run, too.
         plan: the parts.
     """

@@ -32,6 +32,8 @@ from studies.settings import Settings
 from studies.summary import PAIRS, baseline_of, words
 
 NOT_YET = "not run yet"
+_HEAD = ("| comparison | difference in loss, nats |", "|---|---|")
+_RATES_HEAD = ("| series | learning rates |", "|---|---|")
 
 
 def table(part: Part, study: Mapping[str, Any]) -> str:
@@ -86,7 +88,7 @@ def cells(group: Mapping[str, Any], sweep: list[Settings], accuracy: bool) -> li
 
 
 def _open(group: Mapping[str, Any], sweep: list[Settings]) -> str:
-    """What a reader has to know of a best rate: that others are not run yet, or that it stands at the sweep's edge."""
+    """Return a remark on a best rate: that others are not run yet, or that it is at the edge of the sweep."""
     so_far, rates = _so_far(group, sweep), [float(lr) for lr in group["rates"]]
     if so_far or group["best_lr"] not in (min(rates), max(rates)):
         return so_far
@@ -112,9 +114,9 @@ def _lost(group: Mapping[str, Any] | None, sweep: list[Settings]) -> str:
 
 
 def opening(study: Mapping[str, Any]) -> str:
-    """Return the page's first three sentences."""
+    """Return the paragraphs that open the page of the runs."""
 
-    def told(start: str, arm: str, *parts: Part) -> str:
+    def sentence(start: str, arm: str, *parts: Part) -> str:
         found = [
             (part, group)
             for part in parts
@@ -127,33 +129,37 @@ def opening(study: Mapping[str, Any]) -> str:
         )
 
     direct = (
-        told(
-            "A net that is point-wise from the first step, with DyISRU, is", "dyisru", SMALL, LONG
+        sentence(
+            "A network that is point-wise from the first step, with DyISRU, is",
+            "dyisru",
+            SMALL,
+            LONG,
         ),
-        told("with scaled DyT it is", "dyt", SMALL, LONG, LONGEST),
+        sentence("with scaled DyT it is", "dyt", SMALL, LONG, LONGEST),
     )
     annealed = (
-        told(
-            "A net that begins with LayerNorm and ends with DyISRU is",
+        sentence(
+            "A network that begins with LayerNorm and ends with DyISRU is",
             "dyisru_annealed",
             FASTER,
             FASTER_LONG,
         ),
-        told("annealed early, at a rate of point-wise nets, it is", "dyisru_annealed", EARLY),
+        sentence(
+            "annealed early, at a learning rate of point-wise networks, it is",
+            "dyisru_annealed",
+            EARLY,
+        ),
     )
     sentences = (
         "; ".join(filter(None, direct)),
         "; ".join(filter(None, annealed)),
-        told(
-            "The constants must be measured on activations: with the published one DyT is",
+        sentence(
+            "The constants must be measured on activations. With the published constant DyT is",
             "dyt_published",
             SMALL,
         ),
     )
-    return (
-        "\n".join(f"{sentence}." for sentence in sentences if sentence)
-        or f"{NOT_YET.capitalize()}."
-    )
+    return "\n\n".join(f"{text}." for text in sentences if text) or f"{NOT_YET.capitalize()}."
 
 
 def _lead(part: Part, against: Mapping[str, Any]) -> str:
@@ -167,8 +173,30 @@ def _lead(part: Part, against: Mapping[str, Any]) -> str:
     return f"{size:.3f} ± {around} nats {'ahead of' if against['mean'] < 0 else 'behind'} {place}"
 
 
+def headline(study: Mapping[str, Any]) -> str:
+    """Return the ten differences of the first page."""
+    return _found(
+        study,
+        ("DyISRU against LayerNorm, 600 steps", SMALL, "dyisru", difference),
+        ("DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru", difference),
+        ("scaled DyT against LayerNorm, 600 steps", SMALL, "dyt", difference),
+        ("scaled DyT against LayerNorm, 3,000 steps", LONG, "dyt", difference),
+        ("scaled DyT against LayerNorm, 12,000 steps", LONGEST, "dyt", difference),
+        ("a straight line (control) against LayerNorm, 600 steps", SMALL, "linear", difference),
+        (
+            "DyISRU, 4 witnesses, against LayerNorm, 3,000 steps",
+            LONG,
+            "dyisru_witnesses",
+            difference,
+        ),
+        ("DyT as published against LayerNorm, 600 steps", SMALL, "dyt_published", difference),
+        ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed", difference),
+        ("Llama: DyISRU against RMSNorm, 600 steps", LLAMA, "dyisru", difference),
+    )
+
+
 def answers(study: Mapping[str, Any]) -> str:
-    """Return what each arm loses to its norm, in a table."""
+    """Return the difference of each arm and its norm, in a table."""
     both = "dyisru_witnesses_annealed"
     return _found(
         study,
@@ -366,11 +394,12 @@ def rates(study: Mapping[str, Any]) -> str:
             level,
         ),
         ("the same of scaled DyT", LONG, "dyt", level),
+        head=_RATES_HEAD,
     )
 
 
 def functions(study: Mapping[str, Any]) -> str:
-    """Return what the functions lose to one another, in a table."""
+    """Return the differences between the functions, in a table."""
     rows = [*_HEAD]
     for part in (SMALL, LONG, LLAMA):
         arms = {sweep[0].arm for sweep in part.sweeps()}
@@ -386,14 +415,13 @@ def functions(study: Mapping[str, Any]) -> str:
     return _unless_empty(rows)
 
 
-_HEAD = ("| question | found |", "|---|---|")
-
-
 def _found(
-    study: Mapping[str, Any], *questions: tuple[str, Part, str, Callable[[Mapping[str, Any]], str]]
+    study: Mapping[str, Any],
+    *questions: tuple[str, Part, str, Callable[[Mapping[str, Any]], str]],
+    head: tuple[str, str] = _HEAD,
 ) -> str:
-    """Return the table of questions about an arm of a part, each with who says the answer."""
-    rows = [*_HEAD]
+    """Return a table of questions about an arm of a part, each with the function that answers it."""
+    rows = [*head]
     for question, part, arm, say in questions:
         group, sweep = _group(study, part, arm)
         found = _lost(group, sweep)
@@ -410,7 +438,7 @@ def _found(
 
 
 def _edges(both: Iterable[tuple[Mapping[str, Any] | None, list[Settings]]]) -> list[str]:
-    """Return what a reader has to know of the best rates of two arms that are compared."""
+    """Return remarks on the best rates of two arms that are compared."""
     known = [
         (sweep[0].arm_spec.words, _open(group, sweep)) for group, sweep in both if group is not None
     ]
@@ -440,8 +468,8 @@ def _group(
 def checkpoints(study: Mapping[str, Any]) -> str:
     """Return how often an earlier checkpoint would have been better than the last, and by how much."""
     rows = [
-        "| data | steps | arms | runs | of these the last is the best | else the last is worse by "
-        "at most |"
+        "| data | steps | arms | runs | the last checkpoint is the best in | otherwise the last is "
+        "worse by at most |"
     ]
     rows += ["|---" * 6 + "|"]
     for found in study["checkpoints"]:
@@ -458,13 +486,13 @@ def checkpoints(study: Mapping[str, Any]) -> str:
     )
     said = f"On text the last checkpoint of a run is at most {worst:.3f} nats of held-out loss above its best one."
     return "\n".join(
-        (said, "The moment that is chosen changes no difference by more than that.", "", *rows)
+        (said, "Choosing another checkpoint changes no difference by more than that.", "", *rows)
     )
 
 
 def on_the_way(study: Mapping[str, Any]) -> str:
-    """Return each arm's lowest held-out loss on the way at its best rate, beside the last one."""
-    rows = ["| arm | lowest on the way | at step | the last |", "|---|---|---|---|"]
+    """Return each arm's lowest held-out loss on the way at its best rate, and the last one."""
+    rows = ["| arm | lowest loss on the way | at step | last loss |", "|---|---|---|---|"]
     for part in PLAN:
         for sweep in part.sweeps():
             found = (study["groups"].get(sweep[0].group) or {}).get("on_the_way")
@@ -476,7 +504,7 @@ def on_the_way(study: Mapping[str, Any]) -> str:
 
 
 def left(study: Mapping[str, Any]) -> str:
-    """Return a sentence that says what is missing."""
+    """Return a sentence with the missing runs."""
     waiting = [f"{title}: {count}" for title, count in study["left"].items() if count]
     return (
         f"Runs of the plan that are not done yet: {'; '.join(waiting)}."

@@ -33,7 +33,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def command(
-    arm: Annotated[str, typer.Option(help="What stands where the norms are; see studies/arms.py.")],
+    arm: Annotated[
+        str, typer.Option(help="The layers in place of the norms; see studies/arms.py.")
+    ],
     lr: Annotated[float, typer.Option(help="The highest learning rate.")],
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 600,
     seed: Annotated[int, typer.Option(help="Of the first weights and the order of the data.")] = 0,
@@ -61,7 +63,10 @@ def command(
         float, typer.Option(help="Weight of a loss that holds the stream's scale.")
     ] = 0.0,
     fixed_writers: Annotated[
-        bool, typer.Option("--fixed-writers", help="Hold the norms of what writes to the stream.")
+        bool,
+        typer.Option(
+            "--fixed-writers", help="Hold the norms of the matrices that write to the stream."
+        ),
     ] = False,
     path_start: Annotated[
         float, typer.Option(help="Where the annealing begins, a share of the steps.")
@@ -74,7 +79,7 @@ def command(
     out: Annotated[Path, typer.Option(help="Folder of the result and the log.")] = RUNS,
     checkpoints: Annotated[Path, typer.Option(help="Folder of the checkpoints.")] = SCRATCH,
     again: Annotated[
-        bool, typer.Option("--again", help="Do anew what is finished; what is begun goes on.")
+        bool, typer.Option("--again", help="Repeat a finished run; an unfinished one continues.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")
@@ -116,11 +121,11 @@ def run(
         out: the folder of results and logs.
         checkpoints: the folder of checkpoints.
         quiet: no progress bar.
-        again: do anew what is finished. Its result and log are kept beside, as ``.old``, until
+        again: repeat a finished run. Its result and log are kept, as ``.old``, until
             there is a new result; a run that is begun goes on.
 
     Returns:
-        What is in the result's file.
+        The contents of the result's file.
 
     Raises:
         ArgumentError: there is no CUDA device, or the batch does not divide among the processes.

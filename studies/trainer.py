@@ -69,7 +69,7 @@ class StudyTrainer(Trainer):  # type: ignore[misc]
 
     Args:
         settings: of the run.
-        model: what is trained; a transformers model.
+        model: a transformers model to train.
         **options: as for ``transformers.Trainer``.
     """
 
@@ -94,7 +94,7 @@ class StudyTrainer(Trainer):  # type: ignore[misc]
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Return the mean loss in nats; with what the stream's growth costs, where the settings bound it."""
+        """Return the mean loss in nats; with the cost of the stream's growth, if the settings bound it."""
         loss = losses(*_forward(model, inputs)).mean()
         return loss if self._scale is None else loss + self.settings.scale_loss * self._scale.loss()
 

@@ -1,4 +1,4 @@
-"""What all tests share: one thread, for the tensors are small, and the same random numbers in every order."""
+"""Shared by all tests: one thread, because the tensors are small, and the same random numbers in every order."""
 
 import gc
 import logging
@@ -23,7 +23,7 @@ logging.getLogger("torch.__trace").propagate = True
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen() -> None:
-    """Spare the collector of garbage what was imported, for it stays, and to look at it takes long."""
+    """Exclude imported objects from garbage collection: they stay, and looking at them takes long."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""What each of two processes does in test_snippets.py: the snippets of the pages on several processes."""
+"""The work of each of two processes in test_snippets.py: the snippets of the pages on several processes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 def run_hook(
     monkeypatch: pytest.MonkeyPatch, root: Path, version: str = "standard"
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return what the hook tells hatchling, for which a name is enough here, and its warnings."""
+    """Return the data that the hook gives to hatchling, and its warnings."""
     for name in (
         "hatchling",
         "hatchling.builders",
@@ -43,7 +43,7 @@ def run_hook(
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A tree with the build script alone: its compiler below writes an empty file for each output."""
+    """A tree with only the build script: its compiler below writes an empty file for each output."""
     kernels = tmp_path / "src/dynorm/kernels"
     kernels.mkdir(parents=True)
     (kernels / "_build.py").write_text((ROOT / "src/dynorm/kernels/_build.py").read_text())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dynorm
 
 SOURCES = Path(dynorm.__file__).parent
-# What makes a tensor, or a generator, on the default device.
+# Functions that make a tensor, or a generator, on the default device.
 FACTORIES = {
     "Generator",
     "arange",

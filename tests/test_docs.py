@@ -1,4 +1,4 @@
-"""README and docs say what the committed results say, and name only what exists."""
+"""README and docs show the committed results, and name only existing things."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_tables_are_those_of_the_committed_results(page: str) -> None:
 @pytest.mark.parametrize("page", ALL)
 def test_pages_name_only_what_exists(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
-    # In code, and where the reference names what it documents; not such as `dynorm.json`, a file.
+    # In code, and in the directives of the reference; not names of files, such as `dynorm.json`.
     for names in re.findall(r"(?:`|:: |\s)dynorm\.([A-Za-z_.]+)(?=[`(\n,])", text):
         assert exists(f"dynorm.{names}"), names
 
@@ -83,3 +83,20 @@ def test_every_public_name_is_in_the_reference() -> None:
         and not re.search(rf":: {name}\b", text)
     ]
     assert missing == []
+
+
+def test_the_readme_has_at_most_a_thousand_words() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 1000
+
+
+@pytest.mark.parametrize("page", ["speed", "fold", "deploy", "study"])
+def test_a_page_of_results_begins_with_the_answer_and_a_short_table(page: str) -> None:
+    lines = (ROOT / "docs" / f"{page}.md").read_text("utf-8").splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    # Only the title is above the table: no other heading, formula or program.
+    above = [line for line in lines[1:start] if line.startswith(("#", "$$", "```"))]
+    assert above == []
+    rows = 0
+    while lines[start + rows].startswith("|"):
+        rows += 1
+    assert rows <= 2 + 10

@@ -47,7 +47,7 @@ def test_the_example_runs(
     runpy.run_path(str(FOLDER / name), run_name="__main__")
     said = capfd.readouterr()
     assert said.out.strip()
-    # Other libraries warn as they like; what we or the script are warned of has one of these
+    # Other libraries may warn; warnings about us or the script have one of these
     # folders before it, and so has what processes say that the script starts.
     folders = (str(Path(dynorm.__file__).parent), str(FOLDER))
     ours = [line for line in said.err.splitlines() if any(folder in line for folder in folders)]

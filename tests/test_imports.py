@@ -295,5 +295,5 @@ print("torchao" in sys.modules)
     assert not set(loaded) & set(OPTIONAL)
     # Tensors over several devices are loaded by those who use them.
     assert (parallel, tensors) == (False, "False")
-    # The command loads no heavy library to say what it does; finding readers and bounds takes none.
+    # The help of the command loads no heavy library; finding readers and bounds needs none.
     assert (paper, quantized) == ("[]", "False")

@@ -105,7 +105,7 @@ def damage(folder: Path, draw: random.Random) -> None:
 def check(
     source: Path, work: Path, seed: int, load: Callable[[Path], Tensor], wanted: Tensor | None
 ) -> bool:
-    """Damage a copy, load it, and tell whether it was refused; else it must give what is wanted, or the same twice."""
+    """Return whether a damaged copy was refused; otherwise it must give the wanted values, or the same twice."""
     shutil.copytree(source, work)
     damage(work, random.Random(seed))
     before = {file.name: file.read_bytes() for file in work.iterdir()}

@@ -18,7 +18,7 @@ from tests.parallel.launch import launch, values
 from tests.snippet_cases import snippets
 from tests.test_docs import ALL, ROOT
 
-# What the words of a page take for granted: a model, its inputs, and what they call by name.
+# Names that the pages use without a definition: a model, its inputs, and others.
 GPT = """
 import contextlib, copy
 import dynorm, torch
@@ -184,7 +184,7 @@ def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     plt.close("all")
     assert names["errors"]["with"] < 0.7 * names["errors"]["without"]
     assert names["report"].output.cosine_mean > 0.95
-    # What stands in the page was computed by these cells.
+    # The outputs in the page were computed by these cells.
     shown = [output for cell in document["cells"] for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in shown) == 2
     printed = next(

@@ -58,7 +58,7 @@ def tanh_table(degree: int) -> Array:
         d = (nodes + 1) / 2 * width
         exact = [mpmath.tanh(mpmath.mpf(left) + mpmath.mpf(v)) for v in d]
         table[place, 0] = np.float32(float(mpmath.tanh(left)))
-        # One coefficient after another is rounded, and the rest fitted to what is left.
+        # One coefficient after another is rounded, and the others are fitted again.
         for power in range(1, degree + 1):
             known = [
                 mpmath.polyval(

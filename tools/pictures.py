@@ -1,6 +1,6 @@
 """Gather photographs from Debian's packages: ``python tools/pictures.py build/pictures``.
 
-Each becomes one JPEG file, with its shorter side of at most 400 pixels; what is transparent becomes
+Each becomes one JPEG file, with its shorter side of at most 400 pixels; transparent pixels become
 white. The packages are fetched by apt-get, and not installed.
 """
 

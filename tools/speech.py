@@ -1,7 +1,7 @@
 """Have sentences of Python's documentation spoken by espeak-ng: ``python tools/speech.py build/speech``.
 
 Each folder is a voice that reads sentences which no other voice reads, and each WAV file in it half
-a minute at most, with what is said in a text file beside it. Most voices read the standard
+a minute at most, with its words in a text file next to it. Most voices read the standard
 library's docstrings, and the last ones the reference of the language.
 """
 

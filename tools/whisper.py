@@ -45,7 +45,7 @@ _NAMES = {
     r"ffn/layer_norm": "final_layer_norm", r"ffn/linear_0": "fc1", r"ffn/linear_1": "fc2",
     r"self_attention/": "self_attn/", r"/attention/": "/encoder_attn/",
 }  # fmt: skip
-# What each matrix of an attention holds, by how many it has: queries alone and keys with values, or
+# The parts of each matrix of an attention, by their number: queries, and keys with values, or
 # all three.
 _JOINED = {
     ("self_attn", "linear_0"): ("q_proj", "k_proj", "v_proj"), ("self_attn", "linear_1"): ("out_proj",),

@@ -1,1 +1,1 @@
-"""How fast the family is beside what it replaces: outputs are checked first, then timed in interleaved rounds."""
+"""The speed of the family compared with the norms: outputs are checked first, then timed in interleaved rounds."""

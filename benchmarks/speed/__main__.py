@@ -1,4 +1,4 @@
-"""The speed of the family beside what it replaces, on this machine: ``python -m benchmarks.speed --quick``."""
+"""The speed of the family compared with the norms, on this machine: ``python -m benchmarks.speed --quick``."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from dynorm.kernels._form import Form, Parameters
 PASSES = ("forward", "backward", "both")
 FAMILY = {"dyisru": "DyISRU", "dyt": "DyT", "derf": "Derf", "linear": "linear"}
 GIVEN, ALONE, TOLD = ", output given", ", no autograd", ", four witnesses"
-# What the others are compared with.
+# The contender that the others are compared with.
 ALWAYS = (f"copy{GIVEN}", "copy", "F.layer_norm", "nn.LayerNorm")
 NAMES = (
     *ALWAYS,
@@ -172,7 +172,7 @@ def _backward(case: Case, entries: Sequence[Entry]) -> Iterator[Contender]:
         yield Contender(entry.name, entry.function, call, results)
     kernel = _layer_norm_backward(case)
     yield Contender(f"LayerNorm{ALONE}", "layer_norm", kernel, kernel)
-    # On a GPU our kernel's sums are per channel: not what a layer needs in the end.
+    # On a GPU our kernel's sums are per channel: a layer still has to add them.
     if case.x.is_cpu and kernels.backend(case.x.device) != "torch":
         for function, name in FAMILY.items():
             own = _kernel_backward(case, function)

@@ -1,4 +1,4 @@
-"""The figures of what was timed together, the ratios that matter most, and the goals that goals.json sets for them."""
+"""The figures of contenders timed together, the ratios that matter most, and their goals (goals.json)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.speed.timing import Spread, ratio, spread
 # else the most.
 GOALS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("goals.json").read_text("utf-8"))
 COPY = "copy, output given"
-# What each pass's contenders are compared with.
+# The contender that the others of each pass are compared with.
 NORMS = {"forward": "F.layer_norm", "backward": "nn.LayerNorm", "both": "nn.LayerNorm"}
 # How many tensors a pass must read and write at least, over the two of a copy.
 FLOORS = {"forward": 1.0, "backward": 1.5, "both": 2.5}

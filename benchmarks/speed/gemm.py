@@ -1,7 +1,7 @@
 """A matrix product whose epilogue adds the residual and applies the function: a norm without a pass of its own.
 
 A norm with statistics cannot do this: it needs the whole row before it can write the first element
-of it. No layer calls this, because the product is the model's own. It shows what a point-wise layer
+of it. No layer calls this, because the product is the model's own. It shows the fusion that a point-wise layer
 makes possible; benchmarks.gpu times it.
 """
 
@@ -143,7 +143,7 @@ def gemm_add_forward(
 
 
 def _check(a: Tensor, b: Tensor, residual: Tensor) -> None:
-    """Refuse what is no product, or what the kernel would read out of bounds."""
+    """Refuse tensors without a product, and reads out of bounds."""
     if (
         a.ndim != 2
         or b.ndim != 2
@@ -233,7 +233,7 @@ def gemm_add_kernel(
     for tile in tl.range(
         tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=DESCRIPTORS
     ):
-        # Groups of GROUP rows of tiles, walked down the columns, so that what is read stays in the
+        # Groups of GROUP rows of tiles, walked down the columns, so that the read values stay in the
         # cache.
         first = (tile // (GROUP * tiles_n)) * GROUP
         height = tl.minimum(tiles_m - first, GROUP)

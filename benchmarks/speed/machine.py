@@ -22,7 +22,7 @@ FLAGS = (
 
 
 def describe(device: str = "cpu") -> dict[str, Any]:
-    """Return the machine and the versions as plain values; what the system does not tell is left out or empty."""
+    """Return the machine and the versions as plain values; unknown entries are left out or empty."""
     name, flags = _processor()
     found: dict[str, Any] = {
         "cpu": name,
@@ -51,7 +51,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
 
 
 def load_average() -> list[float]:
-    """Return how many processes ran or waited, over 1, 5 and 15 minutes; empty where the system does not tell."""
+    """Return how many processes ran or waited, over 1, 5 and 15 minutes; empty if the system does not report it."""
     return [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else []
 
 

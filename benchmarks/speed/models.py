@@ -125,7 +125,7 @@ def check_model(model: WholeModel, timed: Mapping[str, Callable[[], Any]]) -> in
         error, size = float((found - exact).abs().max()), float(exact.abs().max())
         if not error <= TOLERANCE * size:
             raise WrongResultError(
-                f"{model.name} with {name}, {model.batch}, must give what it gives in float64, but "
+                f"{model.name} with {name}, {model.batch}, must give the same as in float64, but "
                 "it is off by "
                 f"{error / size:.2g} of its largest value, where {TOLERANCE:.2g} is allowed: "
                 "nothing was timed"
@@ -134,7 +134,7 @@ def check_model(model: WholeModel, timed: Mapping[str, Callable[[], Any]]) -> in
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return what a model's output begins with: hidden states or logits."""
+    """Return the first part of a model's output: hidden states or logits."""
     if isinstance(output, Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output

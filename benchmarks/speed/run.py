@@ -95,7 +95,7 @@ def _measure_case(
 ) -> None:
     """Check and time the three passes of a case."""
     torch.set_num_threads(threads)
-    # Else what was compiled for other sizes counts against torch.compile's limit, after which it
+    # Otherwise code for other sizes counts against torch.compile's limit, after which it
     # gives up.
     torch.compiler.reset()
     case = make_case(rows, channels, dtype, settings.device, settings.seed)

@@ -1,4 +1,4 @@
-"""What is to be measured, as the command line says it."""
+"""The settings of a measurement, from the command line."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the command line's parser; it refuses what cannot be measured before anything runs."""
+    """Return the command line's parser; it refuses impossible settings before anything runs."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.speed",
-        description="Check what the layers, kernels and their peers compute, then time them side "
+        description="Check the results of the layers, kernels and their peers, then time them side "
         "by side.",
     )
     add = parser.add_argument

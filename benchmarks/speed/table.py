@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 def headline(document: dict[str, Any]) -> str:
-    """Return in a few lines what the figures hold for."""
+    """Return machine and versions in a few lines."""
     machine = document["machine"]
     before, after = (
         f"{machine[k][0]:.1f}" if machine[k] else "unknown" for k in ("load_before", "load_after")
@@ -101,7 +101,7 @@ def models(document: dict[str, Any]) -> Rows:
 
 
 def printed(document: dict[str, Any]) -> list[Any]:
-    """Return what a terminal shows, in order."""
+    """Return the parts that a terminal shows, in order."""
     tables = [
         *operation_tables(document),
         *([models(document)] if document["models"] else []),

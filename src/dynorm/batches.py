@@ -5,6 +5,7 @@ import itertools
 import math
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -126,6 +127,26 @@ def arguments(model: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[str
         return (), {name: moved(value) for name, value in batch.items()}
     values = batch if isinstance(batch, (tuple, list)) else (batch,)
     return tuple(moved(value) for value in values), {}
+
+
+def example_arguments(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of one call of a model, which may be given as one batch.
+
+    A single tuple or dict is taken apart as a batch is, unless its parts do not fit the forward:
+    the model then takes the tuple or dict itself.
+    """
+    # A tokenizer returns a UserDict. An object of the user's class is one argument.
+    is_batch = len(args) == 1 and (type(args[0]) in (tuple, dict) or isinstance(args[0], UserDict))
+    if not is_batch or kwargs:
+        return args, kwargs
+    batch_args, batch_kwargs = arguments(model, args[0])
+    try:
+        signature(model.forward).bind(*batch_args, **batch_kwargs)
+    except TypeError:
+        return args, kwargs
+    return batch_args, batch_kwargs
 
 
 def copied_tensors(value: Any) -> Any:

@@ -15,7 +15,7 @@ from dynorm.errors import DataError
 def output_tensor(output: Any, batch: Batch | None = None) -> tuple[str | None, Tensor]:
     """Return the tensor of a model's output that is compared, with its name.
 
-    The first that exists of: "logits"; "class_token", for a ``batch`` of images;
+    The first that exists of: "logits"; "class_token" if ``batch`` has images;
     "last_hidden_state"; the first tensor.
     """
     entries = output

@@ -22,7 +22,7 @@ Word = TypeVar("Word")
 
 @contextmanager
 def joined(device: str) -> Iterator["Ranks"]:
-    """Join the processes that torchrun started, if it did, for the work inside; with "cuda" each on its own GPU."""
+    """Join the processes of torchrun, if it started any; with "cuda" each process has a separate GPU."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     makes_group = processes > 1 and not torch.distributed.is_initialized()
     if makes_group:

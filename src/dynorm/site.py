@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from dynorm.errors import ArgumentError
-from dynorm.table import Plain
+from dynorm.table import PlainRecord
 
 # Such a site is recovered like any other, so that it can be chosen by its path.
 UNIT_LENGTH = (
@@ -16,7 +16,7 @@ UNIT_LENGTH = (
 
 
 @dataclass(frozen=True)
-class NormSite(Plain):
+class NormSite(PlainRecord):
     """One norm of a model, as `find_norms` recovered it.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 WIDTH = 80
 # Replacements for signs that a console without UTF-8 cannot print.
@@ -23,6 +23,11 @@ _ASCII = str.maketrans(
         "β": "beta",
         "α": "alpha",
     }
+)
+
+_NOT_THE_MODEL = (
+    ": this is a report and not the model, which was changed in place; write "
+    "`report = dynorm.convert_model(model, batches)`, and go on with `model`"
 )
 
 
@@ -151,13 +156,33 @@ def shortened(text: str, width: int) -> str:
     return short if len(short) <= width else f"{short[: width - 8]}..{short[-6:]}"
 
 
-class Plain:
+class NotTheModel:
+    """A result that says what it is if it is used as the model that was changed in place."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if not name.startswith("_"):
+                message += _NOT_THE_MODEL
+            raise AttributeError(message)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+            """Say that a report cannot be called as the model."""
+            raise TypeError(f"{type(self).__name__!r} object is not callable{_NOT_THE_MODEL}")
+
+
+class PlainRecord:
     """A dataclass that converts itself to plain values."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values for JSON."""
         values: dict[str, Any] = plain(asdict(cast("Any", self)))
         return values
+
+
+class Plain(NotTheModel, PlainRecord):
+    """A report that converts itself to plain values."""
 
 
 def plain(value: Any) -> Any:

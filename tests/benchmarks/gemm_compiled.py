@@ -47,7 +47,7 @@ def product(target: GPUTarget, dtype: str, tile: Tile, descriptors: bool, by_col
         scale=("fp32", 1),
         DESCRIPTORS=descriptors,
         B_BY_COLUMNS=by_columns,
-        # A wrapper, for this text is no type.
+        # A wrapper, because this text is not a type.
         PRECISION=triton.language.constexpr("ieee"),
         BLOCK_M=m,
         BLOCK_N=n,

@@ -1,4 +1,4 @@
-"""What a run leaves: the document, its tables, its picture, and the ratios with their goals."""
+"""The results of a run: the document, its tables, its picture, and the ratios with their goals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGES = ("forward", "backward", "both")
 
 
 def group(rows: int, channels: int, dtype: str, stage: str, **microseconds: float) -> Group:
-    """Three rounds, the last slow for all; names have _ for what a keyword cannot have."""
+    """Three rounds, the last slow for all; in names _ replaces characters that a keyword cannot have."""
     names = {key.replace("__", ", ").replace("_", " ").replace("F ", "F.").replace("nn ", "nn."): value
              for key, value in microseconds.items()}  # fmt: skip
     names = {name.replace("F.layer norm", "F.layer_norm"): value for name, value in names.items()}

@@ -46,7 +46,7 @@ class Report:
 
 
 def called(monkeypatch: pytest.MonkeyPatch, job: str, words: list[str]) -> dict[str, Any]:
-    """Return what a command passes to its job, with the recipe under its name."""
+    """Return the arguments that a command passes to its job, with the recipe under its name."""
     passed: dict[str, Any] = {}
 
     def record(*positional: object, **named: object) -> Report:

@@ -55,11 +55,11 @@ def llama(**options: Any) -> Any:
 
 
 def converted(model: Any, **options: Any) -> Any:
-    """The model with all of its norms replaced, made to differ from what it was initialised to."""
+    """The model with all of its norms replaced, with values that differ from the initial ones."""
     model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            # Else the logits are too close to one another for a comparison of what is generated to
+            # Otherwise the logits are too close to one another for a comparison of generated tokens to
             # mean anything.
             parameter.add_(
                 0.1 * torch.randn_like(parameter)
@@ -92,7 +92,7 @@ def first(model: nn.Module, **inputs: Any) -> torch.Tensor:
 
 
 def fresh(script: str, *arguments: object) -> str:
-    """What a script prints in a process of its own."""
+    """Return the output of a script that runs in a separate process."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

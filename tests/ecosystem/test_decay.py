@@ -1,4 +1,4 @@
-"""Weight decay by the stock Trainer, and by what else groups parameters as it does: no layer is decayed."""
+"""Weight decay by the stock Trainer, and by others that group parameters in the same way: no layer is decayed."""
 
 from __future__ import annotations
 

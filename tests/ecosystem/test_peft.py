@@ -78,7 +78,7 @@ def test_an_adapter_is_trained_saved_loaded_and_merged(tmp_path: Path, constants
     train(lora)
     tuned = first(lora)
     assert not torch.equal(tuned, output)
-    # What was frozen did not move; it may be the weights of the base below modules_to_save.
+    # Frozen weights did not move; it may be the weights of the base below modules_to_save.
     for name, value in before.items():
         here = lora.get_parameter(f"base_model.model.{_at_home(name, constants)}")
         assert torch.equal(here, value), name
@@ -160,7 +160,7 @@ WARNED = (
 )
 
 
-# peft says so of what it does not merge, a LayerNorm.
+# peft warns about a LayerNorm, which it does not merge.
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 @pytest.mark.parametrize("kind", ["modules_to_save", "ln_tuning"])
 def test_norms_inside_of_an_adapter_are_converted_with_a_warning(tmp_path: Path, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""A fresh process, which knows what was saved and nothing else."""
+"""A new process that has only the saved files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def run_fresh(script: str, *arguments: Path) -> str:
-    """Run a script in a new Python process, and return what it prints; its own failure fails the test."""
+    """Run a script in a new Python process, and return its output; a failure of the script fails the test."""
     done = subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],
         capture_output=True,

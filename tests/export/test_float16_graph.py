@@ -62,7 +62,7 @@ def test_every_result_in_float16(cls: type[PointwiseNorm], size: float) -> None:
     for per_channel in (False, True):
         layer, x = layer_of(cls, per_channel), tokens(size)
         with torch.no_grad(), RoundedToFloat16():
-            # A mode sees the definition, which is also what is exported.
+            # A mode sees the definition, which is also exported.
             found = layer(x)
         require_close(found, layer, x)
 

@@ -67,7 +67,7 @@ def layer_of(cls: type[PointwiseNorm], dtype: torch.dtype = torch.float32) -> Po
 
 
 def saved(kind: str, folder: Path) -> list[Tensor]:
-    """Save a model and examples in a folder, and return what the model gives for them."""
+    """Save a model and examples in a folder, and return the outputs of the model."""
     if kind in ("bert", "gpt2"):
         examples = [inputs(kind, *shape) for shape in SHAPES]
         model = converted(tiny_model(kind), examples[0])

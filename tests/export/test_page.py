@@ -1,4 +1,4 @@
-"""docs/deploy.md shows what the committed results say."""
+"""docs/deploy.md shows the committed results."""
 
 from benchmarks.deploy import PAGE, renewed
 

@@ -1,4 +1,4 @@
-"""Static int8 scales: the bounds hold, the readers are found, and torchao gets what the layers know."""
+"""Static int8 scales: the bounds hold, the readers are found, and torchao gets the scales of the layers."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_readers_of_transformers() -> None:
         )
         counts[kind] = (len(readers), len(clear), sum(reader.alone for reader in readers))
     # Query, key, value, gate and up of Llama; of pre-norm models every output is read by linear
-    # layers alone. The others come after attention or an activation; BERT has a pooler, and GPT-2's
+    # layers only. The others come after attention or an activation; BERT has a pooler, and GPT-2's
     # linear layers are Conv1D.
     assert counts == {"llama": (7, 5, 5), "bert": (7, 4, 0), "vit": (7, 4, 4), "gpt2": (4, 2, 2)}
 
@@ -563,7 +563,7 @@ def decoder(kind: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
             elif (
                 weight.ndim == 2 and "embed" not in name and "wte" not in name and "wpe" not in name
             ):
-                # What reads them weighs them less.
+                # Their readers weigh them less.
                 (weight if kind == "gpt2" else weight.T)[[3, 7]] /= 30
     batches = [inputs(kind, n, 16) for n in (2, 3, 4, 5)]
     dynorm.convert_(model, dynorm.find_norms(model, **batches[0]), witnesses=2)

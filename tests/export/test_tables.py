@@ -35,7 +35,7 @@ def quantized(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 def by_hand(
     layer: PointwiseNorm, codes: Tensor, inputs: Range, outputs: Range, symmetric: bool
 ) -> Tensor:
-    """Return what a layer with its channels last, or at dim 1, gives in int8."""
+    """Return the int8 outputs of a layer with its channels last, or at dim 1."""
     scale, zero = static_scale(*inputs, symmetric=symmetric)
     if scale.ndim and layer.dim == 1:
         scale, zero = scale[:, None], zero[:, None]
@@ -154,7 +154,7 @@ def test_what_a_table_cannot_read_is_refused(x: Tensor, message: str) -> None:
 
 
 def test_a_table_in_the_place_of_its_layer() -> None:
-    """Whose readers are in int8 already: what they read is what they would round it to."""
+    """Its readers are already in int8, and their inputs are already rounded."""
     pytest.importorskip("torchao")
     model = (
         nn.Sequential(nn.Linear(C, C), layer_of(dynorm.DyISRU), nn.Linear(C, C))

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from dynorm.layers import PointwiseNorm
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 64
-FIRST_TOKEN = 8  # What is below may be special: padding, an image, the end.
+FIRST_TOKEN = 8  # Lower numbers may be special: padding, an image, the end.
 
 
 def by_name(value: Any, names: str) -> dict[str, Any]:
@@ -117,7 +118,7 @@ SIZES: dict[str, Any] = {
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 
-# What a type needs beside these sizes.
+# Further settings of some types.
 OWN: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
@@ -476,3 +477,15 @@ def test_the_readme_says_how_many_models_are_tested() -> None:
     always, more = len(ALWAYS.split()), len(EXHAUSTIVE.split())
     assert f"`find_norms` on {always} architectures of transformers" in text
     assert f"`make architectures` on {more} more" in text
+
+
+def test_the_page_of_models_names_the_same_models() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
+    tested = text.partition("<!-- architectures: ")[2].partition("<!-- end -->")[0]
+    marked = re.findall(r"([\w.-]+) ✓", tested)
+    assert sorted(marked) == sorted([*ALWAYS.split(), *EXHAUSTIVE.split()])
+    untested = text.partition("<!-- untested: ")[2].partition("<!-- end -->")[0]
+    named = []
+    for line in " ".join(untested.split()).split(" - ")[1:]:
+        named += line.rsplit(": ", 1)[1].rstrip(".").split(", ")
+    assert sorted(named) == sorted(" ".join(LEFT_OUT.values()).split())

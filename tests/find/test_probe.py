@@ -1,4 +1,4 @@
-"""find_norms: what is found, what is refused and why, and that nothing of the run stays behind."""
+"""find_norms: found norms, refused norms with the reason, and no trace of the run."""
 
 import contextlib
 import functools
@@ -87,7 +87,7 @@ def perturbed(module: nn.Module) -> nn.Module:
     return module
 
 
-# What is found
+# Found norms
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -418,7 +418,7 @@ def test_eps_of_home_made_norms() -> None:
     assert only_of(none, torch.randn(2, C)).eps == 0.0
 
 
-# What is refused, and why
+# Refused norms, with the reason
 
 
 class TimesGate(nn.RMSNorm):

@@ -1,4 +1,4 @@
-"""Every class of transformers that is named a norm and can be built alone: recognised rightly, or refused by name."""
+"""Every class of transformers with the name of a norm that can be built by itself is recognised, or refused by name."""
 
 import importlib
 import inspect
@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 WIDTH = 32
 HEADS = 4
 
-# Constructor arguments by name; what else is required gets none of its own and the class does not
+# Constructor arguments by name; other required arguments are not given, and the class does not
 # stand alone.
 WIDTHS = (
     *("hidden_size", "dim", "normalized_shape", "num_channels", "size", "c_in", "n", "feat_size"),
@@ -85,7 +85,7 @@ REFUSED = {
         UniSpeechGroupNormConvLayer UniSpeechSatGroupNormConvLayer Wav2Vec2ConformerGroupNormConvLayer
         Wav2Vec2GroupNormConvLayer WavLMGroupNormConvLayer
         """,
-    # It returns the factor alone.
+    # It returns only the factor.
     "another shape": "HYV4UnweightedRMSNorm",
     # Scale and shift without statistics.
     "not a norm": "NoNorm Phi4MultimodalAudioMeanVarianceNormLayer",
@@ -216,7 +216,7 @@ def configs(cls: type) -> Iterator[Any]:
 
 
 def randomize(module: nn.Module) -> None:
-    """Noise on ones and zeros, so that scales stay near one and offsets near zero; anything on what is empty."""
+    """Noise on ones and zeros, so that scales stay near one and offsets near zero; empty tensors get any values."""
     with torch.no_grad():
         for parameter in module.parameters():
             start = (
@@ -295,7 +295,7 @@ class Survey:
         }
 
     def refused(self) -> dict[str, list[str]]:
-        """Classes in which no norm was found, by what comes before the colon of the first reason."""
+        """Classes in which no norm was found, by the text before the colon of the first reason."""
         found: dict[str, list[str]] = {}
         for built, sites in self.sites:
             if sites and all(site.refused is not None for site in sites):

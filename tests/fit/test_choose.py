@@ -67,7 +67,7 @@ def test_a_site_gets_the_simplest_layer_that_is_its_norm(kind: str) -> None:
     )
     assert kind.replace(" with witnesses", " +1") in str(report)
     measured = dynorm.measure(model, [x])
-    assert ("1 by lines that fold_ can remove" in " ".join(str(measured).split())) == (
+    assert ("1 by linear layers that fold_ can remove" in " ".join(str(measured).split())) == (
         kind == "linear"
     )
     seen = measured.sites[0]

@@ -1,4 +1,4 @@
-"""transformers says nothing of what it loads here."""
+"""transformers does not report the models that it loads here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to a saved folder: edits, damage, a full disk, a fresh process that reads it."""
+"""Changes to a saved folder: edits, damage, a full disk, and a new process that reads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dynorm.hub import contents
 
-# What damages a saved folder, and what the error says of it.
+# Ways to damage a saved folder, with the words of the error.
 Damages = dict[str, tuple[Callable[[Path], object], str]]
 
 

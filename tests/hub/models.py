@@ -1,4 +1,4 @@
-"""Small converted models, plain and of transformers, and what is compared of them."""
+"""Small converted models, plain and of transformers, and how they are compared."""
 
 from __future__ import annotations
 

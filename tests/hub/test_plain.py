@@ -1,4 +1,4 @@
-"""Plain folders: what is written comes back bit for bit, in a fresh process too, or an error names the culprit."""
+"""Plain folders: all values come back bit for bit, also in a new process, or an error names the culprit."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ for name, first_lines in json.loads(sys.argv[1]).items():
 
 def test_from_pretrained_works_in_either_order(tmp_path: Path) -> None:
     save(bert(), tmp_path / "m")
-    # One process that has imported torch alone, forked for each order.
+    # One process that has imported only torch, forked for each order.
     run = fresh(ORDERS, json.dumps(FIRST_LINES), tmp_path)
     assert run.stdout.splitlines() == [f"{order}:0" for order in FIRST_LINES], run.stderr
     for order in FIRST_LINES:

@@ -1,4 +1,4 @@
-"""Folders of transformers: ``from_pretrained``, heads, checkpoints, and the errors for what was changed."""
+"""Folders of transformers: ``from_pretrained``, heads, checkpoints, and the errors for changed files."""
 
 from __future__ import annotations
 

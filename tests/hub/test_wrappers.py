@@ -1,4 +1,4 @@
-"""Models whose parts are wrapped: what is saved has the names of the plain model, and loads into any of them."""
+"""Models with wrapped parts: saved folders have the names of the plain model, and load into any of them."""
 
 from __future__ import annotations
 

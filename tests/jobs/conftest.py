@@ -81,7 +81,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def status(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | str | None]:
-    """Runs the command line with some words, and returns what it ends with."""
+    """Runs the command line with some words, and returns its result."""
 
     def ran(*words: object) -> int | str | None:
         monkeypatch.setattr("sys.argv", ["dynorm", *map(str, words)])

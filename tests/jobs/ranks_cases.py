@@ -158,7 +158,7 @@ def uneven(folder: Path) -> Any:
 
 
 def failing(bad: Any, act: Any) -> Any:
-    """What is raised where one rank's data are bad, with the weights unchanged."""
+    """Return the error if the data of one rank are bad; the weights must be unchanged."""
     model = calibrated()
     before = copy.deepcopy(model.state_dict())
     data = share(batches())

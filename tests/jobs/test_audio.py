@@ -1,4 +1,4 @@
-"""Models of audio: what they hear and write down, what they are fitted to and measured on, and what is refused."""
+"""Models of audio: inputs and transcripts, the data for fitting and measuring, and refusals."""
 
 from __future__ import annotations
 
@@ -144,12 +144,13 @@ def test_speech_is_compared_word_by_word_and_token_by_token(
         wrong, words = wrong + errors, words + count
     assert len({found.original for found in report.continuations}) > 1
     assert report.same == pytest.approx(1 - wrong / words)
-    assert f"greedy transcripts, words as the original's: {report.same:.1%}" in str(report)
+    assert f"greedy transcripts, words equal to the original: {report.same:.1%}" in str(report)
     page = (out / "report.html").read_text()
     assert "Likeliest transcripts" in page
     assert report.continuations[0].now in page
     card = (out / "model" / "README.md").read_text()
-    assert f"on 16 audio files: {audio}." in card
+    assert "fitted on 8 audio files, refined together on 8, from" in card
+    assert f", from {audio}." in card
     assert "Measured on other audio" in card
     assert "WhisperForConditionalGeneration.from_pretrained" in card
 

@@ -77,7 +77,7 @@ def test_a_norm_may_have_fewer_channels_than_a_layer_may_have_witnesses() -> Non
 
 def test_steps_of_distillation_train_the_weights() -> None:
     model, weight = model_of(), model_of()[0].weight.detach()
-    dynorm.convert_model(model, data(), refine=0, distill=2)
+    dynorm.convert_model(model, data(), refine=0, steps=2)
     assert not torch.equal(model[0].weight, weight)
     plain = model_of()
     dynorm.convert_model(plain, data(), refine=0, held_out=data(2))
@@ -105,7 +105,7 @@ def test_what_fails_leaves_the_model_as_it_was(
 ) -> None:
     model = model_of()
     with pytest.raises(error):
-        dynorm.convert_model(model, **{"batches": data(), "refine": 2, "distill": 0} | options)
+        dynorm.convert_model(model, **{"batches": data(), "refine": 2, "steps": 0} | options)
     assert [type(module) for module in model] == [type(module) for module in model_of()]
     for ours, theirs in zip(model.parameters(), model_of().parameters(), strict=True):
         assert torch.equal(ours, theirs)

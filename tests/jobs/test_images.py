@@ -1,4 +1,4 @@
-"""Models of images: what they are fitted to and measured on, and what is refused."""
+"""Models of images: the data for fitting and measuring, and refusals."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ def test_an_encoder_is_compared_by_its_class_token(
     page = (out / "report.html").read_text()
     assert "same nearest neighbour" in page
     card = (out / "model" / "README.md").read_text()
-    assert f"on 16 images: {images}." in card
+    assert "crops of 16 images, refined together on" in card
+    assert f", from {images}." in card
     assert "Measured on other images" in card
     assert (out / "model" / "preprocessor_config.json").is_file()
 
@@ -129,7 +130,7 @@ def test_a_classifier_is_compared_by_its_classes(
     held_out = {file.name for file in images.iterdir()}
     assert report.meta["worst_sample"] in held_out
     assert report.output.agreement is not None
-    assert f"likeliest class as the original's {report.output.agreement:.1%}" in str(report)
+    assert f"same likeliest class {report.output.agreement:.1%}" in str(report)
     assert "same likeliest class" in (tmp_path / "out" / "report.html").read_text()
 
 

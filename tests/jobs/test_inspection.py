@@ -54,7 +54,7 @@ def test_the_command_line(encoder: Path, texts: Path, tmp_path: Path) -> None:
     assert len(json.loads(done.stdout)["sites"]) == 5
     assert (tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html>")
     done = CliRunner().invoke(app, words)
-    assert "On outliers DyISRU" in done.stdout
+    assert "DyISRU fits outliers better than DyT" in done.stdout
     done = CliRunner().invoke(app, [*words, "--html", str(texts / "page.html")])
     assert isinstance(done.exception, dynorm.errors.StorageError)
     assert "Example: dynorm inspect" in CliRunner().invoke(app, ["inspect", "--help"]).output

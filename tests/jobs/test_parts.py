@@ -252,7 +252,7 @@ def test_the_card_says_distilled_only_where_the_weights_are_kept(
     recipe = Recipe(**{**vars(QUICK), "steps": 3, "lr": 10.0})
     report = convert_pretrained(encoder, tmp_path / "out", recipe, texts=[texts], quiet=True)
     assert report.meta["stages"]["distill"]["kept"] is False
-    assert "The constants are fitted on" in (tmp_path / "out" / "model" / "README.md").read_text()
+    assert "The constants were fitted on" in (tmp_path / "out" / "model" / "README.md").read_text()
 
 
 def test_code_in_an_error_stays_code(

@@ -1,4 +1,4 @@
-"""The main job on tiny models: what it writes, what it says, and that bad input writes nothing."""
+"""The main job on tiny models: its files, its messages, and that bad input writes nothing."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_each_site_may_get_its_own_layer(encoder: Path, texts: Path, tmp_path: P
     assert fitted["tolerance"] == 10.0
     assert [len(site["errors"]) for site in fitted["sites"]] == [4] * len(report.sites)
     assert any("within 10 of the least" in line for line in said)
-    assert f"{len(report.sites)} of them by lines that fold_ can remove" in (
+    assert f"{len(report.sites)} of them by linear layers that fold_ can remove" in (
         tmp_path / "report.html"
     ).read_text("utf-8")
 
@@ -416,7 +416,7 @@ def test_the_command_line(
         layer.channels for layer in layers
     }
 
-    # The others in this process, for each new one would load torch and transformers first.
+    # The others run in this process, because a new one would load torch and transformers first.
     def status(*words: object) -> tuple[int | str | None, str, str]:
         monkeypatch.setattr(sys, "argv", ["dynorm", *map(str, words)])
         capsys.readouterr()

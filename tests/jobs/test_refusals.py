@@ -289,10 +289,10 @@ def test_the_card_is_our_own_and_keeps_the_license(
         f"---\nlicense: mit\nlanguage:\n- en\nbase_model: {name}\ntags:\n- dynorm\n---\n"
     )
     for fact in (
-        f"5 norms of {name} are replaced by dyisru",
+        f"5 norms of {name} were replaced by dyisru",
         "144 texts",
         str(texts),
-        "cosine of the output",
+        "cosine to the original output",
         "import dynorm",
     ):
         assert fact in own

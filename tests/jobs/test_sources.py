@@ -33,7 +33,7 @@ class Rows(list[Any]):
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Puts a library with some rows in the place of the real one, and returns a list of what it was asked for."""
+    """Puts a library with some rows in the place of the real one, and returns a list of the requests."""
 
     def put(rows: list[Any] | Exception, *, offline: bool = False) -> list[tuple[Any, ...]]:
         called: list[tuple[Any, ...]] = []
@@ -68,7 +68,7 @@ def test_a_data_set_gives_a_text_per_row(library: Callable[..., Any], tmp_path: 
         f"The text of row {i}, of two lines." for i in range(3)
     ]
     assert called == [("people/talk", "plain", "train", True)]
-    # Another name for the column, and what was downloaded before.
+    # Another name for the column, and earlier downloads.
     called = library([{"label": 1, "words": row["text"]} for row in rows], offline=True)
     assert read_texts(["talk"], whole=True) == [row["text"] for row in rows]
     assert called == [("talk", None, "train", False)]

@@ -1,4 +1,4 @@
-"""Every instruction set of this processor; what is run by test_triton.py, in processes of its own, is not collected."""
+"""Every instruction set of this processor; files that test_triton.py runs in separate processes are not collected."""
 
 from __future__ import annotations
 

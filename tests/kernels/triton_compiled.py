@@ -53,7 +53,7 @@ def told(count: int) -> dict[str, Any]:
 
 
 def offsets_of(kernel: Any, dtype: str) -> set[str]:
-    """The types of what is added to pointers of ``dtype``, tile by tile."""
+    """The types of the offsets that are added to pointers of ``dtype``, tile by tile."""
     found = re.findall(
         rf"tt\.addptr .*: tensor<[^!]*!tt\.ptr<{dtype}>>, tensor<[^>]*?(i\d+)>", kernel.asm["ttir"]
     )

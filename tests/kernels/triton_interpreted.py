@@ -57,7 +57,7 @@ def parts(
     per_channel: bool = True,
     bare: bool = False,
 ) -> Parts:
-    """Constant, shift, center, weight and bias; all of them, or the constant alone."""
+    """Constant, shift, center, weight and bias; all of them, or only the constant."""
     size = channels if per_channel else 1
     return {
         "constant": sample(size, seed=1, dtype=dtype).abs() + 0.5,

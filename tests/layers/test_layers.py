@@ -188,9 +188,13 @@ def test_defaults() -> None:
         assert other.scale == 1.0
         assert_close(other.alpha.data, torch.tensor([0.5]))
     assert_close(Derf(48).shift.data, torch.tensor([0.0]))
-    assert_close(DyISRU(4, 9.0).beta(), torch.tensor([9.0]))
-    assert_close(DyT(4, 0.8, scale=3.0)(torch.ones(4)), torch.full((4,), 3 * math.tanh(0.8)))
-    assert_close(Derf(4, 0.8, shift_init=0.1)(torch.ones(4)), torch.full((4,), math.erf(0.9)))
+    assert_close(DyISRU(4, beta_init=9.0).beta(), torch.tensor([9.0]))
+    assert_close(
+        DyT(4, alpha_init=0.8, scale=3.0)(torch.ones(4)), torch.full((4,), 3 * math.tanh(0.8))
+    )
+    assert_close(
+        Derf(4, alpha_init=0.8, shift_init=0.1)(torch.ones(4)), torch.full((4,), math.erf(0.9))
+    )
 
 
 def test_unit_variance_passes_with_unit_slope(kind: type[PointwiseNorm]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import json
 import pickle
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.testing import assert_close
 
+import dynorm
 from dynorm import Derf, DyISRU, DyT, LinearControl, param_groups
 from dynorm.errors import ArgumentError
 from dynorm.layers import AnnealedDyISRU, PointwiseNorm
@@ -187,16 +189,63 @@ def test_dtype(kind: type[PointwiseNorm]) -> None:
         assert layer.beta().dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+SHOWN = {
+    DyISRU: "beta=6",
+    DyT: "alpha=0.5",
+    Derf: "alpha=0.5, shift=0",
+    LinearControl: "beta=6",
+}
+
+
 def test_extra_repr(kind: type[PointwiseNorm]) -> None:
-    name = kind.__name__
-    assert repr(kind(6, scale=2)) == f"{name}(6, scale=2, elementwise_affine=True, bias=True)"
-    assert (
-        repr(kind((2, 3), scale=2)) == f"{name}(2, 3, scale=2, elementwise_affine=True, bias=True)"
-    )
+    name, constants = kind.__name__, SHOWN[kind]
+    rest = f"{constants}, scale=2, elementwise_affine=True, bias=True"
+    assert repr(kind(6, scale=2)) == f"{name}(6, {rest})"
+    assert repr(kind((2, 3), scale=2)) == f"{name}(2, 3, {rest})"
     full = kind(6, elementwise_affine=False, per_channel=True, center=True, scale=1 / 3, dim=1)
-    wanted = "6, scale=0.3333, dim=1, per_channel=True, center=True, elementwise_affine=False, bias=False"
-    assert repr(full) == f"{name}({wanted})"
+    rest = (
+        "scale=0.3333, dim=1, per_channel=True, center=True, elementwise_affine=False, bias=False"
+    )
+    assert repr(full) == f"{name}(6, {constants}, {rest})"
     assert "dim=(1, 3)" in repr(kind((2, 3), dim=(1, 3)))
+    assert repr(kind(6, scale=2, device="meta")) == (
+        f"{name}(6, scale=2, elementwise_affine=True, bias=True)"
+    )
+
+
+def test_repr_shows_the_present_constants() -> None:
+    layer = DyISRU(4, per_channel=True)
+    layer.set_slope_(torch.tensor([2.0, 0.25, 12345.0, 1.0]))
+    assert repr(layer).startswith("DyISRU(4, beta=0.25 to 1.234e+04, scale=2,")
+    derf = Derf(4, alpha_init=0.125, shift_init=-1.5)
+    assert repr(derf.bfloat16()).startswith("Derf(4, alpha=0.125, shift=-1.5, scale=1,")
+    annealed = dynorm.layers.AnnealedDyISRU(4, beta_init=3.0)
+    assert repr(annealed).startswith("AnnealedDyISRU(4, beta=3, scale=1.732,")
+
+
+ANNEALED = [
+    dynorm.layers.AnnealedDyISRU,
+    dynorm.layers.AnnealedDyT,
+    dynorm.layers.AnnealedDerf,
+    dynorm.layers.AnnealedLinear,
+]
+
+
+@pytest.mark.parametrize("kind", [*LAYERS, *ANNEALED], ids=lambda kind: kind.__name__)
+def test_written_as_a_layer_norm_it_is_refused(kind: type[PointwiseNorm]) -> None:
+    """``nn.LayerNorm(64, 1e-5)`` sets eps: as beta, 1e-5 would saturate every value."""
+    make: Any = kind
+    first = kind.own_arguments[0]
+    with pytest.raises(ArgumentError, match=rf"by name, got \(64, 1e-05\): .*\(64, {first}=...\)"):
+        make(64, 1e-5)
+    with pytest.raises(ArgumentError, match="all arguments except normalized_shape by name"):
+        make(64, 1e-5, True)
+    remedy = "pass norm_eps=" if kind in ANNEALED else f"its constant is {first}"
+    with pytest.raises(ArgumentError, match=rf"must not get an eps.* got eps=1e-06: .*{remedy}"):
+        make(64, eps=1e-6)
+    parameters = inspect.signature(kind).parameters
+    positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert positional == ["normalized_shape"]
 
 
 @with_options

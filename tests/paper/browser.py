@@ -1,4 +1,4 @@
-"""A headless Chromium for tests: Debian's own, with what it complains about and what it asks for within reach."""
+"""A headless Chromium for tests, from Debian, with access to its complaints and requests."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
     def complaints(self) -> list[str]:
-        """Return what the console says since the last call."""
+        """Return the messages of the console since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self) -> list[str]:
@@ -101,11 +101,11 @@ class Browser:
         ]
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """Run a script and return what it returns."""
+        """Run a script and return its result."""
         return self.driver.execute_script(script, *arguments)
 
     def settle(self) -> None:
-        """Wait until what was changed has been drawn."""
+        """Wait until all changes have been drawn."""
         self.driver.execute_async_script(FRAME)
 
     def set(self, **choices: Any) -> bool:
@@ -119,7 +119,7 @@ class Browser:
         return dict(self.run("return dynorm.state()"))
 
     def numbers(self) -> dict[str, Any]:
-        """Return what is shown, to full precision."""
+        """Return the shown values, to full precision."""
         return dict(self.run("return dynorm.numbers()"))
 
     def find(self, selector: str) -> Any:

@@ -184,7 +184,7 @@ class TestLoading:
 
 
 def reference(state: dict[str, Any], constant: dict[str, float]) -> dict[str, torch.Tensor]:
-    """Return what the page should show, by the Python functions."""
+    """Return the values that the page should show, by the Python functions."""
     channels, t = state["channels"], state["t"]
     simulation = simulate(channels, state["sigma"], seed=state["seed"])
     x = torch.from_numpy(simulation.tokens[0].copy())
@@ -248,7 +248,7 @@ def shown(numbers: dict[str, Any], name: str) -> torch.Tensor:
 def assert_same(
     numbers: dict[str, Any], name: str, expected: torch.Tensor, size: float = 1.0
 ) -> None:
-    """Compare to a relative 1e-9; what is small only by cancellation, to the size of what cancelled."""
+    """Compare to a relative 1e-9; values that are small by cancellation, relative to the cancelled ones."""
     assert_close(
         shown(numbers, name),
         expected,

@@ -1,4 +1,4 @@
-"""The figures: what is drawn, in words and numbers; that files are valid, and the same in every run."""
+"""The figures: their words and numbers; that files are valid, and the same in every run."""
 
 from __future__ import annotations
 

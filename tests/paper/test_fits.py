@@ -1,4 +1,4 @@
-"""The fits: the published constants, agreement with scipy's own least squares, and what cannot be fitted."""
+"""The fits: the published constants, agreement with scipy's own least squares, and data that cannot be fitted."""
 
 from __future__ import annotations
 

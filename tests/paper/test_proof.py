@@ -71,7 +71,7 @@ def test_every_statement_holds_on_other_tokens(name: str) -> None:
         found = measure(step, tokens)
         assert found.holds
         assert found.error is None or found.error < 1e-50
-        # Algebra looks at tokens to tell two sides apart, and nowhere else in what holds.
+        # Algebra looks at tokens only to distinguish two sides, never in a true statement.
         assert step.relation != "!=" or decide(step, statement, 1).outcome == "proven"
     assert autograd_error(statement, tokens) < 1e-12
 
@@ -195,7 +195,7 @@ def test_every_comparison_turned_around_fails_in_algebra_and_in_numbers(name: st
             turned = replace(step, left=step.right, right=step.left)
             assert decide(turned, statement).outcome == "false"
             assert not measure(turned, tokens).holds
-        # A misprint that is taken for what was meant, and an approximation for an identity.
+        # A misprint that is taken for the intended formula, and an approximation for an identity.
         if step.relation == "!=":
             equal = replace(step, relation="=")
             assert decide(equal, statement).outcome == "false"

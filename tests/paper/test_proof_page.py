@@ -145,7 +145,7 @@ def test_the_page_of_a_failure_says_what_failed(broken: Report) -> None:
     Page(text)
     assert "1 of 1 statements do not hold: appendix-b" in text
     assert "not proven" in text
-    assert "numbers contradict; what remains of the difference:" in text
+    assert "numbers contradict; rest of the difference:" in text
     assert 'aria-label="does not hold"' in text
 
 

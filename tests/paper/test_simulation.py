@@ -1,4 +1,4 @@
-"""The simulation of section 4: its published sample to all digits, its closed form, and what it refuses."""
+"""The simulation of section 4: its published sample to all digits, its closed form, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be refused on every rank: each case returns, or lets fly, what this rank saw, and leaves things in step."""
+"""Input that every rank must refuse: each case returns or raises the error of this rank, and leaves all in step."""
 
 from __future__ import annotations
 

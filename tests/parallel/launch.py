@@ -1,6 +1,6 @@
-"""Several processes that run the same cases, and what each of them found.
+"""Several processes that run the same cases, and the result of each.
 
-All are forked from one server that has imported what the cases need: an import a launch would take
+All are forked from one server that has imported the modules of the cases: an import a launch would take
 most of the time.
 """
 
@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 ROOT = Path(__file__).parents[2]
-# What a collective waits for a rank that does not come; well below what a launch may take.
+# How long a collective waits for a missing rank; well below the limit of a launch.
 PATIENCE = 60
 # Optimizers and checkpoints would import the first in every process.
 IMPORTED = [
@@ -35,7 +35,7 @@ Found = list[dict[str, Any]]
 def launch(
     module: str, processes: int, folder: Path, *cases: str, timeout: float = 300, dead: bool = False
 ) -> Found:
-    """Run functions ``case(folder)`` of a module on so many gloo processes; return what each rank returned, by case.
+    """Run functions ``case(folder)`` of a module on several gloo processes; return the result of each rank, by case.
 
     A case that raises on a rank has {"error": class, "message": text, "trace": traceback} there.
     With ``dead``, a rank ends in the last case, and has nothing of it.
@@ -68,7 +68,7 @@ def launch(
 
 
 def values(found: Found, case: str) -> list[Any]:
-    """What each rank returned in a case, where none raised."""
+    """The results of all ranks in a case, if none raised an error."""
     for rank, each in enumerate(found):
         got = each.get(case)
         assert not (isinstance(got, dict) and "trace" in got), (

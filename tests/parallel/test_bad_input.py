@@ -1,4 +1,4 @@
-"""What cannot be sharded or calibrated over ranks: an error of ours on every rank, nothing changed, and no hang."""
+"""Input that cannot be sharded or calibrated over ranks: our error on every rank, nothing changed, and no hang."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def same(found: Any, expected: Any, **tolerance: float) -> None:
 
 
 def equal_on_all_ranks(found: Found, case: str) -> Any:
-    """What the ranks returned, which is the same to the last bit."""
+    """The result of the ranks, which is the same to the last bit."""
     first, *others = values(found, case)
     assert all(other == first for other in others), case
     return first

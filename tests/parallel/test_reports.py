@@ -25,7 +25,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 def figures(report: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Tokens, errors and sizes of each site, as JSON has them."""
-    names = ("path", "tokens", "outlier", "sizes", "error_dyisru", "error_now", "told")
+    names = ("path", "tokens", "outlier", "sizes", "error_dyisru", "error_now", "explained")
     found = [
         {name: site[name] for name in names if name in site}
         for sites in report.values()

@@ -1,4 +1,4 @@
-"""convert_ and restore_: what a layer keeps of its norm, and that errors and the way back leave no trace."""
+"""convert_ and restore_: a layer keeps the settings of its norm, and errors and restoring leave no trace."""
 
 import copy
 import io
@@ -328,7 +328,7 @@ def test_choice_and_report() -> None:
     assert values["to"] == "dyt"
     assert [site["path"] for site in values["converted"]] == ["1"]
     assert values["converted"][0]["normalized_shape"] == [C]
-    # What was left can be converted later, with the same sites.
+    # The other norms can be converted later, with the same sites.
     dynorm.convert_(model, sites, "dyisru", only=["3", "4"])
     assert [type(m).__name__ for m in model][3:] == ["DyISRU", "DyISRU"]
     dynorm.restore_(model)
@@ -470,7 +470,7 @@ def test_ddp(tmp_path: Path) -> None:
 
 
 def changed(model: nn.Module, x: Tensor) -> None:
-    """Calibrate and refine, so that the layers are far from what they were built as."""
+    """Calibrate and refine, so that the layers are far from their first values."""
     batches = [x + 0.1 * torch.randn_like(x) for _ in range(3)]
     dynorm.calibrate_(model, batches)
     dynorm.refine_(model, batches, steps=2)

@@ -170,7 +170,7 @@ class TestPage:
         assert (
             said.index("Much was lost")
             < said.index("Stage by stage")
-            < said.index("DyISRU fits the core best")
+            < said.index("DyISRU fits best")
         )
 
     def test_it_is_written_whole_or_not_at_all(

@@ -1,4 +1,4 @@
-"""Section 4 on a model: outliers found, functions fitted on some and measured on others, the model left alone."""
+"""Section 4 on a model: outliers found, functions fitted on some and measured on others, the model unchanged."""
 
 from __future__ import annotations
 

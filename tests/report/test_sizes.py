@@ -119,7 +119,7 @@ def test_words_say_whether_where_and_on_which_tokens() -> None:
     assert [token.position for token in plain.sites[0].sizes.tokens] == [None] * 5
 
 
-def test_places_are_only_told_where_they_are_known() -> None:
+def test_places_are_only_shown_if_they_are_known() -> None:
     site, (batch, *_) = NormSite("norm", kind="layernorm", normalized_shape=(WIDTH,)), batches()
     x = torch.randn(6, 9, WIDTH)
     expected = batch["attention_mask"].bool()
@@ -137,7 +137,7 @@ def test_places_are_only_told_where_they_are_known() -> None:
 
 
 @pytest.mark.parametrize("to", ["dyisru", "linear"])
-def test_a_layers_witnesses_their_gains_and_what_they_tell(to: str, tmp_path: Path) -> None:
+def test_a_layers_witnesses_their_gains_and_the_share_they_explain(to: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     original, data = Massive(), batches()
     reports = []
@@ -147,12 +147,12 @@ def test_a_layers_witnesses_their_gains_and_what_they_tell(to: str, tmp_path: Pa
         dynorm.calibrate_(model, data)
         reports.append(dynorm.measure(model, data, original=original))
     without, witnessed = (report.sites[0] for report in reports)
-    assert (without.witnesses, without.gains, without.told) == ((), (), 0.0)
+    assert (without.witnesses, without.gains, without.explained) == ((), (), 0.0)
     assert witnessed.witnesses == model.norm.witness_channels
     assert witnessed.gains == pytest.approx(model.norm.log_gain.detach().exp().tolist())
-    assert witnessed.told > 0.9
+    assert witnessed.explained > 0.9
     assert witnessed.sizes.explained[1] > 0.9
-    told, sums = witnessed.sums
+    estimated, sums = witnessed.sums
     x = torch.cat(
         [
             original.embedding.weight.detach()[batch["input_ids"]][batch["attention_mask"].bool()]
@@ -168,9 +168,9 @@ def test_a_layers_witnesses_their_gains_and_what_they_tell(to: str, tmp_path: Pa
         else model.norm.center.detach().flatten().expand(WIDTH)[channels]
     )
     expected = model.norm.beta().detach().median() + (x[:, channels] - center).square() @ gains
-    assert sorted(told) == pytest.approx(sorted(expected.tolist()))
-    assert " told" not in str(reports[0])
-    assert " told" in str(reports[1])
+    assert sorted(estimated) == pytest.approx(sorted(expected.tolist()))
+    assert " explained" not in str(reports[0])
+    assert " explained" in str(reports[1])
     assert max(map(len, str(reports[1]).splitlines())) <= 80
     values = json.loads(json.dumps(reports[1].to_dict()))["sites"][0]
     assert values["witnesses"] == list(witnessed.witnesses)
@@ -178,5 +178,5 @@ def test_a_layers_witnesses_their_gains_and_what_they_tell(to: str, tmp_path: Pa
     reports[1].to_html(tmp_path / "page.html")
     page = Page((tmp_path / "page.html").read_text("utf-8"))
     assert page.tags["svg"] == 1
-    assert any("told by the layer" in piece for piece in page.texts)
+    assert any("estimated by the layer" in piece for piece in page.texts)
     assert any(f"{WITNESS} (" in piece for piece in page.texts)

@@ -1,4 +1,4 @@
-"""The report's sums: ranks, histograms and samples against what all values at once give."""
+"""The report's sums: ranks, histograms and samples compared with a computation on all values at once."""
 
 from __future__ import annotations
 

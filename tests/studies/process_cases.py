@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import distributed
 
-# What the command imports when it is called: here once, and not in every process.
+# Imports of the command: here once, and not in every process.
 from studies import callbacks, data, models, trainer  # noqa: F401
 from studies.train import app
 
@@ -31,7 +31,7 @@ WORDS = [
 
 
 def command(folder: Path) -> dict[str, Any] | None:
-    """Run it, and return what it prints: a result on the first rank, nothing on the others."""
+    """Run it, and return its output: a result on the first rank, nothing on the others."""
     rank, processes = distributed.get_rank(), distributed.get_world_size()
     # By these torchrun tells a process which of them it is.
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}

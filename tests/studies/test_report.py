@@ -1,4 +1,4 @@
-"""The report: its numbers are those of the runs, its page says what is missing, its pictures show what there is."""
+"""The report: numbers from the runs, missing runs on the page, and pictures of the existing runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynorm.errors import DataError
 from studies import report
 from studies.pictures import draw
 from studies.plan import DIRECT_RATES, LLAMA, MUON, PLAN, SMALL, missing
-from studies.report import PAGE, STUDY, parts, with_parts
+from studies.report import DETAILS, PAGE, STUDY, first_parts, other_parts, parts, with_parts
 from studies.runs import dumps, read_all, read_log
 from studies.settings import Settings
 from studies.summary import baseline_of, summarize
@@ -101,7 +101,7 @@ def test_the_answers_say_what_diverged_and_what_was_not_run() -> None:
         in said
     )
     assert "| DyISRU against scaled DyT, 600 steps | diverged at every rate |" in found["functions"]
-    # What was not run is not listed.
+    # Runs that are missing are not listed.
     assert "scaled DyT" not in said
     assert "not run yet" not in said + found["functions"]
 
@@ -238,11 +238,12 @@ def test_the_opening_says_who_is_ahead_and_names_only_what_was_run() -> None:
     )
     lines = parts(summarize(runs))["opening"].splitlines()
     assert lines == [
-        "A net that is point-wise from the first step, with DyISRU, is 0.250 ± 0.050 nats ahead of "
+        "A network that is point-wise from the first step, with DyISRU, is 0.250 ± 0.050 nats ahead of "
         "LayerNorm after 600 "
         "steps (3 seeds), level with LayerNorm after 3,000 steps (2 seeds, \N{MINUS SIGN}0.020 ± "
         "0.070 nats).",
-        "The constants must be measured on activations: with the published one DyT is 0.500 nats "
+        "",
+        "The constants must be measured on activations. With the published constant DyT is 0.500 nats "
         "above LayerNorm "
         "after 600 steps (1 seed).",
     ]
@@ -367,28 +368,38 @@ def test_rates_are_short(value: float, written: str) -> None:
 
 
 def test_the_page_keeps_its_prose_and_its_marks() -> None:
+    imagined = summarize(EVERYTHING)
+    committed = json.loads(dumps(summarize(read_all())))
+    marks = 0
+    for file, made in ((PAGE, first_parts), (DETAILS, other_parts)):
+        page = file.read_text("utf-8")
+        renewed = with_parts(page, made(imagined))
+        assert renewed != page
+        assert renewed.count("<!-- study ") == page.count("<!-- study ") == len(made(imagined))
+        assert with_parts(with_parts(renewed, made(committed)), made(imagined)) == renewed
+        marks += len(made(imagined))
+    assert marks == len(parts(imagined))
+    assert "## What was run" in DETAILS.read_text("utf-8")
+
+
+def test_the_first_page_has_one_table_of_at_most_ten_rows_and_one_picture() -> None:
     page = PAGE.read_text("utf-8")
-    renewed = with_parts(page, summarize(EVERYTHING))
-    assert renewed != page
-    assert renewed.count("<!-- study ") == page.count("<!-- study ") == len(parts(summarize({})))
-    assert "## What was run" in renewed
-    assert (
-        with_parts(
-            with_parts(renewed, json.loads(dumps(summarize(read_all())))), summarize(EVERYTHING)
-        )
-        == renewed
-    )
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + 10
+    assert page.count("![") == 1
 
 
 def test_a_mark_that_is_missing_is_named() -> None:
     with pytest.raises(DataError, match="study opening"):
-        with_parts("no marks", summarize({}))
+        with_parts("no marks", other_parts(summarize({})))
 
 
 def test_the_committed_page_is_that_of_the_committed_summary_and_that_of_the_runs() -> None:
-    page = PAGE.read_text("utf-8")
     assert dumps(summarize(read_all(), log=read_log), indent=1) + "\n" == STUDY.read_text("utf-8")
-    assert with_parts(page, json.loads(STUDY.read_text("utf-8"))) == page
+    study = json.loads(STUDY.read_text("utf-8"))
+    for file, made in ((PAGE, first_parts), (DETAILS, other_parts)):
+        page = file.read_text("utf-8")
+        assert with_parts(page, made(study)) == page
 
 
 def test_pictures_are_drawn_of_what_there_is() -> None:
@@ -410,10 +421,12 @@ def test_the_command_writes_everything(tmp_path: Path) -> None:
         (tmp_path / "runs" / f"{name}.jsonl").write_text(
             "".join(dumps(line) + "\n" for line in imagined_log(name))
         )
-    page = tmp_path / "study.md"
+    page, details = tmp_path / "study.md", tmp_path / "study-runs.md"
     page.write_text(PAGE.read_text("utf-8"))
-    report.command(tmp_path / "runs", tmp_path / "study.json", page, tmp_path)
+    details.write_text(DETAILS.read_text("utf-8"))
+    report.command(tmp_path / "runs", tmp_path / "study.json", page, details, tmp_path)
     study = json.loads((tmp_path / "study.json").read_text())
     assert len(study["groups"]) == sum(1 for part in PLAN[:2] for _ in part.sweeps())
-    assert with_parts(page.read_text(), study) == page.read_text()
+    assert with_parts(page.read_text(), first_parts(study)) == page.read_text()
+    assert with_parts(details.read_text(), other_parts(study)) == details.read_text()
     assert (tmp_path / "study-rates.png").exists()

@@ -1,4 +1,4 @@
-"""A run's settings: what cannot be run is refused at once, and different runs have different names."""
+"""A run's settings: impossible ones are refused at once, and different runs have different names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan: best rates are found, extended and repeated; what is done is not done again; two sweeps share the work."""
+"""The plan: best rates are found, extended and repeated; finished runs are not repeated; two sweeps share the work."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_sweep_does_what_is_missing_and_only_that(
         "text-gpt2-tiny-6-layernorm-warmup2-lr0.008-seed0",
     ]
     capsys.readouterr()
-    # Two rates of DyISRU, and the second seed of both arms; what is done is not named again.
+    # Two rates of DyISRU, and the second seed of both arms; finished runs are not named again.
     assert sweep(**folders) == []
     said = [
         line for line in capsys.readouterr().out.splitlines() if line.endswith(("seed0", "seed1"))

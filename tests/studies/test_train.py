@@ -181,7 +181,7 @@ def test_a_run_that_is_done_again_keeps_its_old_result_until_there_is_a_new_one(
     killed_at(13)
     with pytest.raises(KeyboardInterrupt):
         run(settings, **folders, again=True)
-    # What the report reads is of one run: there is no result as long as the log is the new one.
+    # The report reads files of one run: there is no result as long as the log is the new one.
     assert read_all(folders["out"]) == {}
     assert json.loads(files.old[0].read_text("utf-8")) == record
     assert files.old[1].read_text("utf-8") == before
@@ -237,7 +237,7 @@ def test_the_warm_up_sets_the_constants_ten_times_from_other_batches() -> None:
             before = constants(model)
             seen.append(step)
     assert seen == sorted(callback.steps)
-    # As from that batch at the begin, but for what the step's own batch is.
+    # As from that batch at the beginning, except that the step has another batch.
     fresh = build(settings, data)
     remeasure_(fresh, settings, data, draw=25)
     assert constants(fresh) == constants(model)
@@ -509,7 +509,7 @@ def test_muon_has_the_matrices_of_the_blocks_and_resumes_with_its_rates() -> Non
     assert [group["lr"] for group in other.param_groups] == [
         group["lr"] for group in made.param_groups
     ]
-    # What a schedule writes after that reaches the two that make the steps.
+    # Later values of a schedule reach the two optimizers that make the steps.
     other.param_groups[0]["lr"] = 0.125
     assert other.parts["muon"].param_groups[0]["lr"] == 0.125
     assert [(len(group["params"]), group["lr"]) for group in groups] == rates

@@ -377,7 +377,7 @@ class TestStart:
     @pytest.mark.parametrize("form", ["position", "dict", "wrapped"])
     def test_padding_is_left_out_however_the_mask_comes(self, form: str) -> None:
         class Wrapper(nn.Module):
-            """As a LightningModule: what it is called with says nothing, or it is not called at all."""
+            """As a LightningModule: its arguments have no mask, or it is not called at all."""
 
             def __init__(self, inner: nn.Module) -> None:
                 super().__init__()

@@ -156,7 +156,7 @@ def test_a_start_that_an_error_broke_off_is_forgotten(tmp_path: Path) -> None:
 
 
 def test_training_begins_where_the_run_stands() -> None:
-    """With weights alone, a resumed run knows t by its step; what was watched is forgotten."""
+    """With only the weights, a resumed run computes t from its step; earlier statistics are lost."""
     net, callback = model(), AnnealCallback(start=4, length=4)
     at = partial(SimpleNamespace, max_steps=STEPS)
     for step, t in ((0, 0.0), (6, 0.5), (8, 1.0), (2, 0.0)):
@@ -191,7 +191,7 @@ def test_a_schedule_that_does_not_fit_and_a_model_without_a_path(tmp_path: Path)
         AnnealCallback(start=-1)
 
 
-# The cases of two processes, in one launch, for each import of torch and transformers takes
+# The cases of two processes, in one launch, because each import of torch and transformers takes
 # seconds.
 
 
@@ -230,9 +230,9 @@ def bare(folder: Path) -> None:
 
 
 def by_the_trainer(net: nn.Module, size: int, folder: Path, **options: Any) -> dict[str, Any]:
-    """Losses, path and constants of a run by the Trainer, that is by accelerate, and the loss of what it ended as."""
+    """Losses, path and constants of a run by the Trainer, that is by accelerate, and the loss of the final model."""
     if torch.distributed.is_initialized():
-        # As torchrun sets them for accelerate, which keeps what it read from an earlier case.
+        # As torchrun sets them for accelerate, which keeps the values of an earlier case.
         rank, ranks = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
         os.environ |= {
             "RANK": rank,
@@ -266,7 +266,7 @@ def by_the_trainer(net: nn.Module, size: int, folder: Path, **options: Any) -> d
 
 
 def shard_by_accelerate() -> dict[str, Any]:
-    """Let accelerate shard on a CPU, which it does on accelerators only, and return what the Trainer needs for it."""
+    """Let accelerate shard on a CPU, which it does on accelerators only, and return the arguments for the Trainer."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 

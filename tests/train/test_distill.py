@@ -1,4 +1,4 @@
-"""``distill_`` on any module: losses by the output's type or one's own, batches of any form, and what is refused."""
+"""``distill_`` on any module: losses by the type of the output or given, batches of any form, and refusals."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def test_the_rate_is_one_whose_first_step_helps() -> None:
     dynorm.calibrate_(net, batches)
     usual, teacher = distillation_rate(net), dynorm.restore_(copy.deepcopy(net))
     before = apart(net, teacher, batches)
-    report = dynorm.distill_(net, batches, steps=40, quiet=True)
+    report = dynorm.distill_(net, batches, teacher=teacher, steps=40, quiet=True)
     assert report.lr < usual / 8
     assert math.log2(usual / report.lr).is_integer()
     assert report.kept
     assert report.loss_after < report.loss_before
     assert apart(net, teacher, batches) < 0.9 * before
     with pytest.warns(dynorm.errors.CalibrationWarning, match="put back"):
-        dynorm.distill_(net, batches, steps=40, lr=usual, quiet=True)
+        dynorm.distill_(net, batches, teacher=teacher, steps=40, lr=usual, quiet=True)
 
 
 @pytest.mark.parametrize("blown_up", [0, 2, 4])
@@ -404,7 +404,7 @@ def test_many_logits_are_compared_in_parts_of_which_none_is_kept() -> None:
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[1, 30:] = 0
     ours, theirs = (torch.randn(2, 40, 1 << 14) for _ in range(2))
-    # What stands at padding has no part in the gradient, whatever it is.
+    # Values at padding have no effect on the gradient.
     ours[1, 35], theirs[1, 36] = math.nan, math.inf
     ours.requires_grad_()
     kept: dict[int, int] = {}
@@ -536,7 +536,7 @@ def test_a_finished_run_is_not_trained_on_and_a_cut_checkpoint_is_passed_over(
     (tmp_path / "checkpoint-9").mkdir()
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("{")
     assert distill_(copy.deepcopy(net), images(), **options).samples == 0
-    # The number counts, not the time: what is being deleted is touched last.
+    # The number counts, not the time: the folder that is being deleted is touched last.
     shutil.copytree(tmp_path / "checkpoint-3", tmp_path / "checkpoint-2")
     next((tmp_path / "checkpoint-2").glob("*.distcp")).unlink()
     assert distill_(copy.deepcopy(net), images(), **options).samples == 0

@@ -2,11 +2,9 @@
 
 import math
 import re
-from collections import UserDict
 from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -16,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from dynorm.batches import arguments, call_hint, copied_tensors, site_tokens
+from dynorm.batches import call_hint, copied_tensors, example_arguments, site_tokens
 from dynorm.dtypes import DtypeRule
 from dynorm.errors import DataError
 from dynorm.find.recover import (
@@ -327,14 +325,7 @@ def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
         3 rmsnorm -1 (8,) 1e-06
     """
     require_plain_model(model)
-    # A tokenizer returns a UserDict. An object of the user's class is one argument.
-    is_batch = len(args) == 1 and (type(args[0]) in (tuple, dict) or isinstance(args[0], UserDict))
-    if is_batch and not kwargs:
-        batch_args, batch_kwargs = arguments(model, args[0])
-        # If they do not fit the forward, the model takes the dict or tuple itself.
-        with suppress(TypeError):
-            signature(model.forward).bind(*batch_args, **batch_kwargs)
-            args, kwargs = batch_args, batch_kwargs
+    args, kwargs = example_arguments(model, args, kwargs)
     observations, called = observe(model, args, kwargs)
     search = _Search()
     with plain_arithmetic(model):

@@ -139,7 +139,7 @@ class CalibrationReport(Plain):
         for site in self.sites:
             rows.append([site.path, site.tokens, site.beta, site.error])
         if any(site.witnesses for site in self.sites):
-            columns += ["witnesses", Column("told", ".0%")]
+            columns += ["witnesses", Column("explained", ".0%")]
             for row, site in zip(rows, self.sites, strict=True):
                 channels = ""
                 explained = 0.0
@@ -514,7 +514,7 @@ class _Group:
             x, y = run.tokens(choice.path)
             inputs.append(x)
             targets.append(y)
-        # The number of tokens in each batch, for each rank.
+        # The number of tokens of each batch, by rank.
         counts = ranks.exchange([len(x) for x in inputs])
         numbers = choice.fit.tokens + _numbers(counts, ranks.rank)
         numbers = numbers.to(inputs[0].device)

@@ -180,8 +180,8 @@ def recording(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-# The inputs of the layers in a run beside another batch may differ this much, relatively, from
-# those in a run alone.
+# The inputs of the layers in a run with another batch may differ this much, relatively, from
+# those in a run with one batch.
 _SAME = 1e-3
 # The other run continues with outputs of another size. So it differs even if the batches are equal.
 _OTHER_SIZE = 1.1

@@ -34,7 +34,7 @@ LEAST = 1e-4
 _CAREFUL = 0.3
 # Least squares shrinks outputs that it cannot predict, and site after site the shrinkage
 # multiplies. Half of it is given back, except to layers that do not repair those before them: they
-# had better add less of what is not known.
+# should add less of the unknown part.
 _GIVE_BACK = 0.5
 # This number of values stays in the cache of a CPU core.
 _CHUNK = 1 << 18
@@ -331,7 +331,7 @@ class SiteFit:
         beta = float(self._typical)
         low, high = _DECADES
         if chosen.channels:
-            # If the witnesses explain all, the constant is 0: a small one stays, for its logarithm.
+            # If the witnesses explain all, the constant would be 0. A small one stays so that its logarithm exists.
             least = (_CAREFUL if self._careful else LEAST) * beta
             if self._channel is not None:
                 least = _LEAN * beta

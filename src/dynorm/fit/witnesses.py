@@ -47,7 +47,7 @@ class Witnesses:
 
     channels: tuple[int, ...]  # their positions, the most useful one first
     gains: tuple[float, ...]  # the weight of each one's square
-    beta: float  # the constant that is added, for the rest of the sum
+    beta: float  # the constant that replaces the rest of the sum
     # How much of the variation of the size over held-out tokens 0, 1, 2, ... channels explain, at
     # most 1; of fixed channels none and all. Below 0, they explain less than a constant.
     explained: tuple[float, ...]

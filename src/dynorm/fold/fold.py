@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from dynorm.arguments import check_not_negative
+from dynorm.batches import example_arguments
 from dynorm.errors import DynormError, ModelError
 from dynorm.find.probe import find_norms
 from dynorm.fold.apply import applied
@@ -21,6 +22,7 @@ from dynorm.guard import undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.convert import Globs
 from dynorm.replace.edits import added_biases, is_changed, untied
+from dynorm.replace.weights import changed_weights, renew_weights_
 from dynorm.site import NormSite, select_sites
 from dynorm.stream.capture import capture
 from dynorm.stream.tensors import Inputs, copied
@@ -72,7 +74,7 @@ def fold_(
 
     Args:
         model: in eval mode; not compiled, wrapped, quantized or sharded.
-        *args: the example, the arguments of one call.
+        *args: the example, the arguments of one call; or one batch, a tuple or dict of them.
         affine: fold weights and biases.
         center: fold means.
         constants: fold the scales and centres of point-wise layers.
@@ -119,6 +121,7 @@ def fold_(
     check_not_negative("redundant", redundant)
     require_model(model)
     in_place = any(isinstance(m, _DropoutNd) and m.inplace for m in model.modules())
+    args, kwargs = example_arguments(model, args, kwargs)
     options = Options(affine, center, constants, redundant, add_bias, in_place)
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
@@ -133,6 +136,7 @@ def fold_(
     plan = planned(graph, sites, options, squares)
     checked: dict[str, Any] = {}
     if plan.changes_anything:
+        was_changed = bool(changed_weights(model))
         try:
             before = Check(model, example, tolerance) if check else None
             if before is not None and tolerance is None and plan.is_inexact:
@@ -142,6 +146,8 @@ def fold_(
                     run(model, example)
                 else:
                     checked = before.require_same(model)
+            if not was_changed:
+                renew_weights_(model)
         except DynormError:
             raise
         # The model's code may raise anything with other modules in it.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynorm.table import Plain, Table
+from dynorm.table import Plain, PlainRecord, Table
 
 FOLDED, REFUSED, NOTHING, OFF = "folded", "refused", "nothing to fold", "off"
 _REWRITES = ("affine", "center", "constants", "redundant")
@@ -36,7 +36,7 @@ class Rewrite:
 
 
 @dataclass(frozen=True)
-class FoldedSite(Plain):
+class FoldedSite(PlainRecord):
     """One norm or point-wise layer after a fold.
 
     Args:

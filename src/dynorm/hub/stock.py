@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynorm.errors import ModelError
+from dynorm.batches import example_arguments
+from dynorm.errors import ModelError, listed
 from dynorm.fold.check import Check
 from dynorm.replace.converted import is_ours
 from dynorm.replace.edits import added_biases
@@ -56,7 +57,7 @@ def as_stock(
     if not eps_names:
         raise ModelError(
             f"the model must have a config with the eps of its norms, but {type(model).__name__} "
-            "has none"
+            "has none: pass a model of transformers, or save this one with dynorm.save"
         )
     identities = _identities(model)
     like = next(model.parameters())
@@ -65,6 +66,7 @@ def as_stock(
             "the model must have numbers up to 2^40, but is in float16: cast it to bfloat16 or "
             "float32"
         )
+    args, kwargs = example_arguments(model, args, kwargs)
     before = Check(model, (args, kwargs), tolerance)
     vars(config).pop("quantization_config", None)
     vars(config).update(dict.fromkeys(eps_names, _EPS))
@@ -88,19 +90,30 @@ def as_stock(
 def _identities(model: nn.Module) -> list[str]:
     """Return the paths of the identities, and check that no other edit is in the model."""
     paths = []
-    others = []
+    layers = []
     for path, module in model.named_modules():
         if type(module) is nn.Identity and is_ours(module):
             paths.append(path)
         elif is_ours(module):
-            others.append(path)
-    others += added_biases(model)
-    if others or not paths:
-        problem = "it has none"
-        if others:
-            problem = f"not the layers or added biases {', '.join(others[:3])}"
+            layers.append(path)
+    must = "every norm of the model must be converted to 'linear' and folded away by fold_, but"
+    if layers:
+        count = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
         raise ModelError(
-            f"the model must have identities where linear layers were folded away, but {problem}"
+            f"{must} it still has {count} of dynorm ({listed(layers)}): the report of fold_ has "
+            "the reason; or save the model with dynorm.save, and import dynorm to load it"
+        )
+    biases = added_biases(model)
+    if biases:
+        raise ModelError(
+            "the model must not have parameters that its class does not make, but fold_ added "
+            f"biases to {listed(biases)}: fold the converted model with add_bias=False, or save "
+            "this one with dynorm.save"
+        )
+    if not paths:
+        raise ModelError(
+            f"{must} none is: call dynorm.convert_(model, sites, to='linear', center=False), "
+            "dynorm.calibrate_ and dynorm.fold_ first"
         )
     return paths
 
@@ -112,7 +125,7 @@ def _require_no_other_norm(stock: nn.Module, identities: list[str]) -> None:
         if type(module) in kinds and path not in identities:
             raise ModelError(
                 f"all norms of the model must be gone, because one eps serves all, but {path!r} is "
-                "still there"
+                "still there: convert and fold it too, or save the model with dynorm.save"
             )
 
 

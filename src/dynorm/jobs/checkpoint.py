@@ -23,6 +23,10 @@ KINDS = {
     "input_values": "audio",
 }
 """The kind of samples for each name of a model's main input."""
+# Names of folders and files that say nothing about the model.
+_ANY_MODEL = {"model", "models", "original", "checkpoint", "final", "weights", "snapshots"}
+# The name of a model on the hub, with its organization.
+_ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TOKENIZER = re.compile(
     r"tokenizer|vocab|merges|spiece|spm|sentencepiece|tekken|.*\.(?:model|spm)$"
 )
@@ -119,6 +123,23 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
     return Checkpoint(source, device, dtype).load()
 
 
+def model_name(source: Path) -> str:
+    """Return the name of the model in a folder or GGUF file, for a report and a card.
+
+    It is that of the folder, unless that is a word for any model, such as "model", or a revision in
+    the cache of the hub.
+    """
+    path = source.absolute()
+    for part in path.parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    name = path.name.removesuffix(".gguf")
+    while name.lower() in _ANY_MODEL and path.parent.name:
+        path = path.parent
+        name = path.name
+    return name
+
+
 def require_place(device: str, dtype: str) -> None:
     """Check that torch knows a dtype and can use a device, or raise ArgumentError."""
     if dtype != "auto":
@@ -157,9 +178,15 @@ class Checkpoint:
             if weights:
                 self.weights = weights[0]
         else:
+            remedy = "give a folder written by save_pretrained, or a .gguf file"
+            if not source.exists() and _ON_THE_HUB.fullmatch(str(path)):
+                folder = source.name
+                remedy += (
+                    f"; a model on the hub must be downloaded first: run `hf download {path} "
+                    f"--local-dir {folder}`, and give {folder}"
+                )
             raise StorageError(
-                f"the model must be a folder with a config.json, but {source} has none: give a "
-                "folder written by save_pretrained, or a .gguf file"
+                f"the model must be a folder with a config.json, but {source} has none: {remedy}"
             )
         if self.weights.suffix == ".safetensors":
             from dynorm.hub.transformers import require_whole_weights

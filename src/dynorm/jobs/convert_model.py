@@ -14,7 +14,7 @@ from dynorm.fit.site_fit import TOLERANCE
 from dynorm.jobs.checkpoint import KINDS
 from dynorm.jobs.recipe import suits
 from dynorm.replace import convert_, restore_
-from dynorm.replace.convert import Globs, Target
+from dynorm.replace.convert import Globs, Target, default_witnesses
 from dynorm.report import ModelReport, measure
 from dynorm.train.distill import distill_
 
@@ -31,12 +31,12 @@ def convert_model(
     witnesses: int | None = None,
     tolerance: float = TOLERANCE,
     refine: int = 50,
-    distill: int = 0,
+    steps: int = 0,
 ) -> ModelReport:
     """Replace a model's norms, fit the new layers and measure the loss, in place and in one call.
 
     It is :func:`find_norms`, :func:`convert_`, :func:`calibrate_`, :func:`refine_`,
-    :func:`distill_` if steps are given, and :func:`measure`. If one of them fails, the model is
+    with ``steps`` :func:`distill_`, and :func:`measure`. If one of them fails, the model is
     restored.
 
     Args:
@@ -53,7 +53,7 @@ def convert_model(
             the pure function. None means 4, or 8 for the models just named.
         tolerance: as in :func:`calibrate_`, for ``to="auto"``.
         refine: steps that train all constants together.
-        distill: steps that train all weights, which needs transformers.
+        steps: steps of distillation, which train all weights; they need transformers.
 
     Returns:
         The report on the held-out batches.
@@ -88,18 +88,18 @@ def convert_model(
     defaults = suits(language_model, noun)
     if per_channel is None:
         per_channel = defaults["per_channel"]
-    if witnesses is None:
-        witnesses = defaults["witnesses"]
     args, kwargs = arguments(model, fit[0])
     sites = find_norms(model, *args, **kwargs)
+    if witnesses is None:
+        witnesses = default_witnesses(defaults["witnesses"], sites)
     original = copy.deepcopy(model)
     convert_(model, sites, to, only=only, skip=skip, per_channel=per_channel, witnesses=witnesses)
     try:
         calibrate_(model, fit, lean=defaults["lean"], tolerance=tolerance)
         if refine:
             refine_(model, fit, steps=refine)
-        if distill:
-            distill_(model, fit, teacher=original, steps=distill)
+        if steps:
+            distill_(model, fit, teacher=original, steps=steps)
         return measure(model, tests, original=original, fit_on=fit)
     except BaseException:
         restore_(model).load_state_dict(original.state_dict())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold import FoldReport, fold_
-from dynorm.jobs.checkpoint import Checkpoint
+from dynorm.jobs.checkpoint import Checkpoint, model_name
 from dynorm.jobs.write import require_output, write_out
 
 # Length of the example; the graph does not depend on it.
@@ -55,7 +55,7 @@ def fold_pretrained(
         overwrite,
         report,
         template="fold.md",
-        name=folder.absolute().name,
+        name=model_name(folder),
         remarks=remarks,
     )
     say(f"saved {out / 'model'} and {out / 'report.json'}")

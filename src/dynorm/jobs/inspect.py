@@ -1,4 +1,4 @@
-"""Inspect the norms of a pretrained model on its activations, for the command line."""
+"""The command ``dynorm inspect``: the norms of a pretrained model on its activations."""
 
 from __future__ import annotations
 

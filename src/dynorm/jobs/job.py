@@ -25,6 +25,7 @@ from dynorm.jobs.checkpoint import (
     Pretrained,
     ShuffledBatches,
     library_versions,
+    model_name,
 )
 from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import Inputs, audio_inputs, image_inputs, text_inputs
@@ -33,6 +34,7 @@ from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import read_texts, split_audio, split_texts, standard_library_docstrings
 from dynorm.ranks import Ranks
 from dynorm.replace import convert_
+from dynorm.replace.convert import default_witnesses
 from dynorm.replace.edits import is_changed
 from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
@@ -108,6 +110,7 @@ def load_job(
     split = split_audio if noun == "audio" else split_texts
     fit, held_out = split(readable, recipe.held_out, recipe.seed, noun)
     pretrained = checkpoint.load()
+    has_default_witnesses = recipe.witnesses is None
     recipe = recipe.filled(language_model, noun)
     original = None
     listener = None
@@ -126,8 +129,18 @@ def load_job(
         max_length = pretrained.within_positions(recipe.max_length or 0)
         recipe = replace(recipe, max_length=max_length)
         inputs = text_inputs(pretrained, fit, held_out, facts, max_length)
-    name = name or source.absolute().name.removesuffix(".gguf")
-    return Job(pretrained, recipe, inputs, name, say, track, Ranks(), original, listener)
+    return Job(
+        pretrained,
+        recipe,
+        inputs,
+        name or model_name(source),
+        say,
+        track,
+        Ranks(),
+        original,
+        listener,
+        has_default_witnesses,
+    )
 
 
 @dataclass(frozen=True)
@@ -160,6 +173,8 @@ class Job:
     ranks: Ranks
     original: Any = None
     listener: Listener | None = None
+    # The number of witnesses is the default for the kind of model, not the user's.
+    has_default_witnesses: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -211,6 +226,9 @@ class Job:
                 f"{self.pretrained.source} must have norms, but they are converted already: "
                 "convert the original"
             )
+        witnesses = recipe.witnesses
+        if self.has_default_witnesses:
+            witnesses = default_witnesses(witnesses, sites)
         with self.stage("convert"):
             converted = convert_(
                 model,
@@ -219,16 +237,17 @@ class Job:
                 only=recipe.only or None,
                 skip=recipe.skip or None,
                 per_channel=recipe.per_channel,
-                witnesses=recipe.witnesses,
+                witnesses=witnesses,
             )
-        self.say(str(converted))
+        # The report has the table of the sites.
+        self.say(converted.summary())
         self.details["refused"] = [site.to_dict() for site in converted.refused]
         with self.stage("calibrate"):
             tracked = self.track(
                 self.ranks.share(batches), f"calibrating on {len(batches)} batches"
             )
             fitted = calibrate_(model, tracked, lean=recipe.lean, tolerance=recipe.tolerance)
-            self.details["calibrate"] = fitted.to_dict()
+            self.details["calibrate"] = fitted.to_dict() | {"samples": len(self.calibration)}
         if recipe.to == AUTO:
             self.say(str(fitted))
 
@@ -249,7 +268,8 @@ class Job:
             refined = refine_(
                 self.pretrained.model, _Tracked(batches, bar), steps=steps, bf16=self.recipe.bf16
             )
-            self.details["refine"] = refined.to_dict()
+            used = min(len(samples), steps * size * self.ranks.size)
+            self.details["refine"] = refined.to_dict() | {"samples": used}
 
     def distill_(self, quiet: bool) -> None:
         """Train all weights to reproduce the original's outputs."""

@@ -25,7 +25,7 @@ def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False)
 
     Each paragraph is a text; in a file without blank lines, each line; in a ``.py`` file, the first
     paragraph of each docstring. Folders are searched for .txt, .md, .rst and .py files. ``whole``
-    takes complete docstrings and keeps line breaks, for a language model. Texts of fewer than 20
+    takes complete docstrings and keeps line breaks, as a language model needs. Texts of fewer than 20
     characters and repeated ones are left out, and white space is folded. The order is that of the
     files. A path without any text is a DataError.
     """
@@ -51,8 +51,8 @@ def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False)
 def standard_library_docstrings(*, whole: bool = False) -> tuple[str, ...]:
     """Return the first paragraphs of the docstrings of Python's standard library.
 
-    Its tests are left out. ``whole`` takes complete docstrings with their line breaks, for a
-    language model. There are about 6,000 different texts, in the order of the files. They depend
+    Its tests are left out. ``whole`` takes complete docstrings with their line breaks, as a
+    language model needs. There are about 6,000 different texts, in the order of the files. They depend
     on the version of Python.
     """
     root = Path(sysconfig.get_path("stdlib"))

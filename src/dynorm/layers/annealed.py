@@ -11,7 +11,7 @@ from dynorm import functional
 from dynorm.arguments import Shape, check_count, check_not_negative, check_share, upcast
 from dynorm.errors import ArgumentError
 from dynorm.kernels import traced
-from dynorm.layers.base import PointwiseNorm
+from dynorm.layers.base import PointwiseNorm, arguments_by_name
 from dynorm.layers.derf import Derf
 from dynorm.layers.dyisru import DyISRU
 from dynorm.layers.dyt import DyT
@@ -33,14 +33,13 @@ class AnnealedNorm(PointwiseNorm):
     Args:
         normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for
             ``nn.LayerNorm``.
-        *args: as for the point-wise layer that it ends as; so are shapes and dtypes.
         kind: the norm it begins as: "layernorm" or "rmsnorm".
         norm_eps: the number that this norm adds to the variance, or to the mean square.
         t: how far it is annealed, from 0 to 1; :func:`dynorm.set_anneal_` moves it.
-        place: where it comes in the order of calls, for a schedule that anneals one layer after
+        place: its place in the order of calls. A schedule uses it that anneals one layer after
             another.
-        **options: as for the point-wise layer; ``scale`` is the norm's own bound by default, sqrt(C
-            - 1), or sqrt(C) for "rmsnorm".
+        **options: as for the point-wise layer that it ends as; so are shapes and dtypes. ``scale``
+            is the norm's own bound by default, sqrt(C - 1), or sqrt(C) for "rmsnorm".
 
     Raises:
         ArgumentError: ``kind`` is unknown, ``norm_eps`` is negative, ``t`` is outside [0, 1], or
@@ -63,11 +62,12 @@ class AnnealedNorm(PointwiseNorm):
     target: ClassVar[type[PointwiseNorm]]
     t: Tensor
 
+    @arguments_by_name
     @torch.inference_mode(False)
     def __init__(
         self,
         normalized_shape: Shape,
-        *args: Any,
+        *,
         kind: Kind = "layernorm",
         norm_eps: float = 1e-5,
         t: float = 0.0,
@@ -79,7 +79,7 @@ class AnnealedNorm(PointwiseNorm):
         self.kind: Kind = kind
         self.norm_eps = check_not_negative("norm_eps", norm_eps)
         self.place = check_count("place", place, 0)
-        super().__init__(normalized_shape, *args, **options)
+        super().__init__(normalized_shape, **options)
         # A tensor, so that a step of t compiles nothing again, and so that checkpoints hold it.
         self.register_buffer("t", torch.zeros(1, dtype=torch.float32, device=options.get("device")))
         self.set_t_(t)

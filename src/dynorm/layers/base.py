@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Self, TypedDict, Unpack
+from functools import wraps
+from typing import Any, ClassVar, ParamSpec, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,14 @@ from dynorm.arguments import (
 from dynorm.dtypes import DtypeRule, is_floating_dtype
 from dynorm.errors import ArgumentError
 
+Arguments = ParamSpec("Arguments")
+
 
 class LayerOptions(TypedDict, total=False):
     """The keyword arguments that every point-wise layer takes."""
 
+    elementwise_affine: bool
+    bias: bool
     per_channel: bool
     center: bool
     scale: float | None
@@ -33,6 +38,36 @@ class LayerOptions(TypedDict, total=False):
     weight_offset: float
     device: torch.device | str | None
     dtype: torch.dtype | None
+
+
+def arguments_by_name(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Refuse a second argument by position, and ``eps``, in the ``__init__`` of a layer.
+
+    ``nn.LayerNorm(64, 1e-5)`` sets eps. In a layer 1e-5 would become beta, and the layer would
+    saturate everywhere.
+    """
+
+    @wraps(init)
+    def checked_init(*args: Arguments.args, **options: Arguments.kwargs) -> None:
+        layer: Any = args[0]
+        name = type(layer).__name__
+        first = layer.own_arguments[0] if layer.own_arguments else "scale"
+        if len(args) > 2:
+            raise ArgumentError(
+                f"{name} must get all arguments except normalized_shape by name, got {args[1:]!r}: "
+                f"it has no eps; write for example {name}({args[1]!r}, {first}=...)"
+            )
+        if "eps" in options:
+            remedy = f"leave it out; its constant is {first}"
+            if hasattr(layer, "target"):
+                remedy = "pass norm_eps= for the norm that the layer begins as"
+            raise ArgumentError(
+                f"{name} must not get an eps, because its function divides by no statistic, got "
+                f"eps={options['eps']!r}: {remedy}"
+            )
+        init(*args, **options)
+
+    return checked_init
 
 
 class PointwiseNorm(nn.Module):
@@ -84,13 +119,14 @@ class PointwiseNorm(nn.Module):
     witness_channels: tuple[int, ...]
 
     # Tensors that are made in inference mode can never be trained.
+    @arguments_by_name
     @torch.inference_mode(False)
     def __init__(
         self,
         normalized_shape: Shape,
+        *,
         elementwise_affine: bool = True,
         bias: bool = True,
-        *,
         per_channel: bool = False,
         center: bool = False,
         scale: float | None = None,
@@ -310,7 +346,12 @@ class PointwiseNorm(nn.Module):
 
     def extra_repr(self) -> str:
         """Describe the layer as ``print(model)`` shows it."""
-        parts = [", ".join(map(str, self.normalized_shape)), f"scale={self.scale:.4g}"]
+        parts = [", ".join(map(str, self.normalized_shape))]
+        for name, value in self._shown_constants().items():
+            text = _shown(value)
+            if text is not None:
+                parts.append(f"{name}={text}")
+        parts.append(f"scale={self.scale:.4g}")
         if self.dim != -1 and self.dim != tuple(range(-len(self.normalized_shape), 0)):
             parts.append(f"dim={self.dim}")
         if self.per_channel:
@@ -323,6 +364,10 @@ class PointwiseNorm(nn.Module):
             parts.append(f"weight_offset={self.weight_offset:g}")
         parts += [f"elementwise_affine={self.elementwise_affine}", f"bias={self.bias is not None}"]
         return ", ".join(parts)
+
+    def _shown_constants(self) -> dict[str, Tensor]:
+        """Return the constants that ``print`` shows, by name."""
+        return {name: getattr(self, name).detach() for name in self.constants}
 
     def set_slope_(self, beta: Tensor | float) -> None:
         """Set the first constant so that ``f`` has slope ``1 / sqrt(beta)`` at 0.
@@ -503,20 +548,23 @@ class LogBetaNorm(PointwiseNorm):
     logarithmic = True
     log_beta: nn.Parameter
 
+    @arguments_by_name
     def __init__(
         self,
         normalized_shape: Shape,
+        *,
         beta_init: float | None = None,
-        elementwise_affine: bool = True,
-        bias: bool = True,
         **options: Unpack[LayerOptions],
     ) -> None:
         self.beta_init = None if beta_init is None else check_positive("beta_init", beta_init)
-        super().__init__(normalized_shape, elementwise_affine, bias, **options)
+        super().__init__(normalized_shape, **options)
 
     def beta(self) -> Tensor:
         """Return ``exp(log_beta)`` in at least float32."""
         return upcast(self.log_beta).exp()
+
+    def _shown_constants(self) -> dict[str, Tensor]:
+        return {"beta": self.beta().detach()}
 
     # Not torch.log itself, whose docstring would appear in the reference.
     @staticmethod
@@ -541,20 +589,31 @@ class AlphaNorm(PointwiseNorm):
     slope_ratio: ClassVar[float] = 1.0  # beta of the function over alpha ** -2
     alpha: nn.Parameter
 
+    @arguments_by_name
     def __init__(
         self,
         normalized_shape: Shape,
+        *,
         alpha_init: float = 0.5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
         **options: Unpack[LayerOptions],
     ) -> None:
         self.alpha_init = check_positive("alpha_init", alpha_init)
-        super().__init__(normalized_shape, elementwise_affine, bias, **options)
+        super().__init__(normalized_shape, **options)
 
     def beta(self) -> Tensor:
         """Return DyISRU's beta for the same slope at 0 (shift 0): ``slope_ratio * alpha ** -2``."""
         return self.slope_ratio * upcast(self.alpha) ** -2
+
+
+def _shown(constant: Tensor) -> str | None:
+    """Return a constant as text, the range of several values; None if it has no values here."""
+    if constant.is_meta or kernels.traced(constant) or not constant.numel():
+        return None
+    low, high = constant.double().aminmax()
+    text = f"{float(low):.4g}"
+    if low != high:
+        text += f" to {float(high):.4g}"
+    return text
 
 
 @torch.no_grad()

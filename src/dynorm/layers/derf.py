@@ -8,7 +8,7 @@ from torch import nn
 from dynorm import kernels, theory
 from dynorm.arguments import Shape
 from dynorm.errors import ArgumentError
-from dynorm.layers.base import AlphaNorm, LayerOptions
+from dynorm.layers.base import AlphaNorm, LayerOptions, arguments_by_name
 
 
 class Derf(AlphaNorm):
@@ -45,20 +45,19 @@ class Derf(AlphaNorm):
     slope_ratio = math.pi / 4
     shift: nn.Parameter
 
+    @arguments_by_name
     def __init__(
         self,
         normalized_shape: Shape,
-        alpha_init: float = 0.5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
         *,
+        alpha_init: float = 0.5,
         shift_init: float = 0.0,
         **options: Unpack[LayerOptions],
     ) -> None:
         if not math.isfinite(shift_init):
             raise ArgumentError(f"shift_init must be a finite number, got {shift_init!r}")
         self.shift_init = float(shift_init)
-        super().__init__(normalized_shape, alpha_init, elementwise_affine, bias, **options)
+        super().__init__(normalized_shape, alpha_init=alpha_init, **options)
 
     def constant_rates(self) -> dict[nn.Parameter, float]:
         """Return the rates as every layer does, with 1 / scale for shift.

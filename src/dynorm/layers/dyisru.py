@@ -10,7 +10,7 @@ class DyISRU(LogBetaNorm):
     Here ``u = x - center``.
     With beta the sum of squares of the other channels this is RMSNorm, exactly; with leave-one-out
     mean and variance it is LayerNorm. Here beta is learned instead, as ``log_beta``: positive by
-    construction.
+    construction, so there is no ``eps``. All arguments except the first are passed by name.
 
     Args:
         normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for

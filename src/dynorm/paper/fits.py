@@ -160,7 +160,7 @@ def outputs_of(name: str, x: Tensor, constant: float | Tensor, channels: int) ->
 
 
 def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
-    """Return the constant that :func:`fit` finds, for each of many sets of points.
+    """Return the constant that :func:`fit` finds for each of many sets of points.
 
     x and y have the shape (sets, n), the constants the shape (sets,).
     """

@@ -135,7 +135,7 @@ def study_all(
     """Repeat the simulation and the fits over many samples, over C, over sigma and over the mean.
 
     Each study varies one quantity; the others are those of the base setting. ``track`` wraps the
-    list of settings, for a progress bar.
+    list of settings to show a progress bar.
     """
     settings = settings_of(channels, sigma)
     # The base setting is on every axis and is studied once.

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from dynorm.batches import copied_tensors
+from dynorm.batches import copied_tensors, example_arguments
 from dynorm.errors import ArgumentError, ModelError, require_library
 from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.quantize.bounds import Range, output_range, static_scale
 from dynorm.replace.converted import require_layers
+from dynorm.replace.weights import hand_over_record_
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Functions that return a property of a tensor and never its values.
@@ -64,7 +65,7 @@ def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
 
     Args:
         model: a converted model in eval mode.
-        *args: its example inputs.
+        *args: its example inputs; or one batch, a tuple or dict of them.
         **kwargs: more of them.
 
     Returns:
@@ -80,6 +81,7 @@ def find_readers(model: nn.Module, *args: Any, **kwargs: Any) -> list[Reader]:
         [Reader(linear='1', layer='0', ndim=2, alone=True, refused=None, peers=('1',))]
     """
     require_plain_model(model)
+    args, kwargs = example_arguments(model, args, kwargs)
     layers: dict[nn.Module, str] = {layer: path for path, layer in require_layers(model).items()}
     if model.training:
         raise ModelError("the model must be in eval mode, as it will run: call model.eval()")
@@ -169,7 +171,7 @@ class _Inputs:
 
 
 class _Watch(TorchFunctionMode):
-    """Record which linear layers, and what else, read the tensors that point-wise layers return."""
+    """Record which linear layers and other operators read the tensors that point-wise layers return."""
 
     def __init__(self, layers: Mapping[nn.Module, str], linears: Mapping[nn.Module, str]) -> None:
         super().__init__()
@@ -352,6 +354,7 @@ def _replace_conv1d_(model: nn.Module, path: str) -> None:
     linear.in_features, linear.out_features = module.weight.shape
     linear.weight = nn.Parameter(module.weight.T.contiguous())
     linear.bias = module.bias
+    hand_over_record_(linear, module)
     for name, other in list(model.named_modules(remove_duplicate=False)):
         if other is module:
             model.set_submodule(name, linear)

@@ -99,7 +99,7 @@ class Int8Table(nn.Module):
             table = table[:1]
             channels = ()
         self.register_buffer("table", table.flatten())
-        # The index of the entry for code 0, for each row.
+        # The index of the entry of code 0 in each row.
         first = 128 + 256 * torch.arange(len(table), device="cpu")
         self.register_buffer("first", first.reshape(channels))
         self.to(device)

@@ -21,6 +21,7 @@ from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.channel import scale_channel_of
 from dynorm.replace.converted import Replaced, dynorm_layers, is_ours, replaced_by
 from dynorm.replace.swap import original_, swap_, take_over_, tensor_like
+from dynorm.replace.weights import forget_weights_, remember_weights_
 from dynorm.site import UNIT_LENGTH, NormSite, as_globs, select_sites
 from dynorm.table import Plain, Table
 
@@ -65,18 +66,27 @@ class ConversionReport(Plain):
 
     def __str__(self) -> str:
         """Return the report as a table."""
-        count = len(self.converted)
         rows = []
         for site in self.converted:
             shape = ", ".join(map(str, site.normalized_shape))
             rows.append((site.path, f"{site.kind}({shape})", self.to))
+        return str(Table(("site", "norm", "layer"), rows, self._notes(), self._title()))
+
+    def summary(self) -> str:
+        """Return the report without the table of the replaced norms."""
+        return str(Table((), (), self._notes(), self._title()))
+
+    def _title(self) -> str:
+        count = len(self.converted)
+        norms = "1 norm" if count == 1 else f"{count} norms"
+        return f"{norms} replaced by {self.to}, {len(self.refused)} left alone"
+
+    def _notes(self) -> list[str]:
         notes = []
         for site in self.refused:
             path = site.path or "the model"
             notes.append(f"{path}: {site.class_name} kept, {site.refused}")
-        norms = "1 norm" if count == 1 else f"{count} norms"
-        title = f"{norms} replaced by {self.to}, {len(notes)} left alone"
-        return str(Table(("site", "norm", "layer"), rows, notes, title))
+        return notes
 
 
 def convert_(
@@ -114,8 +124,8 @@ def convert_(
         per_channel: one constant per channel instead of one per layer.
         center: give each layer a centre.
         witnesses: how many witness channels :func:`calibrate_` may choose for each layer, which is
-            point-wise until then; or the positions of the channels themselves, the same for every
-            layer. 0 keeps the pure function.
+            point-wise until then; at most the channels of the widest norm. Or the positions of the
+            channels themselves, the same for every layer. 0 keeps the pure function.
 
     Returns:
         A report with one row per site. Refused sites keep their norms and are listed.
@@ -139,7 +149,7 @@ def convert_(
         site  norm          layer
         1     layernorm(8)  dyisru
         >>> model[1]
-        DyISRU(8, scale=2.646, center=True, elementwise_affine=True, bias=True)
+        DyISRU(8, beta=8, scale=2.646, center=True, elementwise_affine=True, bias=True)
     """
     kind = layer_class(to)
     is_auto = to == AUTO
@@ -181,6 +191,12 @@ def convert_(
             replaceable.append(site)
         else:
             refused.append(site)
+    widest = max((math.prod(site.normalized_shape) for site in replaceable), default=0)
+    if replaceable and most > widest:
+        raise ArgumentError(
+            f"witnesses must be a number of channels from 0 to {widest}, those of the widest norm, "
+            f"got {most}"
+        )
     if not replaceable:
         reasons = "; ".join(f"{site.path or 'the model'}: {site.refused}" for site in refused)
         raise ModelError(
@@ -215,8 +231,15 @@ def convert_(
         else:
             changed.add(source)
     _require_unshared(model, new, changed)
+    forget_weights_(model)
     swap_(model, {**new, **same})
+    remember_weights_(model)
     return ConversionReport(AUTO if is_auto else NAMES[kind], replaceable, refused)
+
+
+def default_witnesses(count: int, sites: Sequence[NormSite]) -> int:
+    """Return a default number of witnesses, at most the channels of the widest norm."""
+    return min(count, max((math.prod(site.normalized_shape) for site in sites), default=count))
 
 
 def restore_(model: nn.Module) -> nn.Module:
@@ -283,6 +306,7 @@ def restore_(model: nn.Module) -> nn.Module:
             if tensor is not None:
                 shared[getattr(layer, name)] = tensor
     swap_(model, {**originals, **shared})
+    forget_weights_(model)
     return model
 
 

@@ -12,12 +12,12 @@ from dynorm.family import layer_class
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.converted import LAYER_NAMES, identity, is_ours
 from dynorm.replace.swap import swap_, tensor_like
-from dynorm.table import Plain
+from dynorm.table import PlainRecord
 from dynorm.wrappers import plain_modules, without_wrappers
 
 
 @dataclass(frozen=True)
-class LayerSpec(Plain):
+class LayerSpec(PlainRecord):
     """One point-wise layer of a model, or a module that a fold left, as plain values."""
 
     layer: str  # a name of dynorm.family.LAYERS, "rmsnorm" or "identity"

@@ -58,10 +58,13 @@ def _curves(
 
 def _explained(count: int, only_with: str = "") -> SiteColumn:
     """Return the column of the variation that some number of channels explain."""
+    channels, ending = f"the best {count} channels", ""
+    if count == 1:
+        channels, ending = "the best channel", "s"
     return SiteColumn(
         f"by {count}",
         ".0%",
-        f"share of the variation of the tokens' sums that is explained by the best {count}",
+        f"share of the variation of the tokens' sums that {channels} explain{ending}",
         page_only=True,
         only_with=only_with,
         value=lambda site: site.sizes.explained[count],
@@ -71,10 +74,16 @@ def _explained(count: int, only_with: str = "") -> SiteColumn:
 _SITE = SiteColumn("site", value=lambda site: site.path)
 _NORM = SiteColumn("norm", _norm, value=lambda site: site.kind)
 _CHANNELS = SiteColumn("C", ",", "channels", page_only=True, value=lambda site: site.channels)
+_OUTLIER = SiteColumn(
+    "outlier",
+    ",.1f",
+    "largest |x − mean|, in the σ of its token; √(C−1) at most",
+    value=lambda site: site.outlier,
+)
 _SPREAD = SiteColumn(
     "σ spread",
     ".2f",
-    "standard deviation over tokens of ln σ; at 0 a constant serves as well as the norm",
+    "standard deviation of ln σ over the tokens; at 0 a constant is as good as the norm",
     page_only=True,
     value=lambda site: site.sigma_spread,
 )
@@ -87,7 +96,7 @@ CONVERSION = [
     SiteColumn(
         "error",
         digits,
-        "of the layer's output against the norm's in the original; 1 is as bad as a constant",
+        "distance of the layer's output from that of the norm; 1 is as bad as a constant",
         value=lambda site: site.error_now,
     ),
     SiteColumn(
@@ -96,14 +105,9 @@ CONVERSION = [
         "share of values beyond 95 % of the layer's bound",
         value=lambda site: site.saturated,
     ),
+    _OUTLIER,
     SiteColumn(
-        "outlier",
-        ",.1f",
-        "largest |x − mean|, in the site's typical σ",
-        value=lambda site: site.outlier_site,
-    ),
-    SiteColumn(
-        "β", constant, "the layer's constant, the median of many", value=lambda site: site.beta
+        "β", constant, "the layer's constant, or their median", value=lambda site: site.beta
     ),
     SiteColumn(
         "witnesses",
@@ -112,27 +116,27 @@ CONVERSION = [
         value=lambda site: len(site.witnesses),
     ),
     SiteColumn(
-        "size told",
+        "explained",
         ".0%",
         "share of the variation of the tokens' sums that the layer's β + sum g u² explains",
         only_with="witnesses",
-        value=lambda site: site.told,
+        value=lambda site: site.explained,
     ),
     SiteColumn(
         "why",
-        note="the choice of the layer, and the errors on held-out tokens, before training, of all "
-        "that it was chosen from",
+        note="why this layer was chosen, with the errors of all candidates on held-out tokens "
+        "before training",
         page_only=True,
         only_with="why",
         value=lambda site: site.why,
     ),
     _CHANNELS,
     SiteColumn(
-        "own σ",
+        "largest value",
         ",.1f",
-        "the largest |x − mean| in the σ of its own token; √(C−1) at most",
+        "the largest |x − mean| in the site's typical σ, which is without a bound",
         page_only=True,
-        value=lambda site: site.outlier,
+        value=lambda site: site.outlier_site,
     ),
     _SPREAD,
     SiteColumn(
@@ -151,7 +155,7 @@ CONVERSION = [
     SiteColumn(
         "centre",
         digits,
-        "subtracted before the function, the median of many",
+        "subtracted before the function; the median if there are several",
         page_only=True,
         value=lambda site: site.center,
     ),
@@ -171,12 +175,7 @@ INSPECTION = [
     _SITE,
     _NORM,
     _CHANNELS,
-    SiteColumn(
-        "outlier",
-        ",.1f",
-        "largest |x − mean|, in the σ of its token; √(C−1) at most",
-        value=lambda site: site.outlier,
-    ),
+    _OUTLIER,
     _SPREAD,
     *_curves(
         "outliers",
@@ -186,7 +185,7 @@ INSPECTION = [
     SiteColumn(
         "ratio",
         ".2f",
-        "DyT's over DyISRU's; the paper's claim is that it lies above 1",
+        "residual of DyT over that of DyISRU; the paper claims that it is above 1",
         value=lambda site: site.ratio,
     ),
     SiteColumn(
@@ -226,7 +225,7 @@ INSPECTION = [
     SiteColumn(
         "share",
         ".0%",
-        "of the token's sum of squares in that channel",
+        "share of the token's sum of squares in that channel",
         page_only=True,
         value=lambda site: site.sizes.largest.share,
     ),

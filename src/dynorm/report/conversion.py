@@ -20,6 +20,7 @@ from dynorm.replace.converted import (
     warn_of_defaults,
 )
 from dynorm.replace.original import run_norms
+from dynorm.replace.weights import require_same_weights
 from dynorm.report.output import OutputComparison, OutputReport
 from dynorm.report.records import ModelReport, SiteReport
 from dynorm.report.stats import Reservoir, SiteStats, batches_with_shares, reached_sites
@@ -49,6 +50,9 @@ def measure(
     they, their buffers and random states are afterwards as they were. The report covers this
     process only: in a group of processes nothing is sent, and each may call it or not.
 
+    Layers whose norm is not known, because the model was loaded or folded with them, have no row.
+    If all are such, only the outputs are compared, and ``original`` must be given.
+
     Args:
         model: a model that :func:`convert_` converted, with its final constants.
         batches: held-out tensors, tuples or dicts, as for :func:`calibrate_`; read once.
@@ -59,8 +63,10 @@ def measure(
             class token, pooled or first. Logits of each of ``input_ids`` are compared as a language
             model's if no token changes the logits before it. Everything else is compared as one
             vector per sample.
-        original: the untouched model, if training has changed other weights too; None takes the
-            same model with its original norms.
+        original: a copy of the model that was made before :func:`convert_`, or the original loaded
+            again. It must be given after training and for a loaded model. None takes the same
+            model with its original norms, which is the original only while all other weights are
+            those of the conversion.
         fit_on: batches to fit the functions of :class:`SiteReport` on, before their errors are
             measured on ``batches``. If None, they are fitted on the first half of each batch's
             tokens and measured on the second.
@@ -73,8 +79,9 @@ def measure(
 
     Raises:
         ArgumentError: ``points`` is not positive.
-        ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model),
-            or ``original`` lacks its norms.
+        ModelError: the model has no point-wise layer, or ``original`` lacks its norms; or without
+            ``original`` no norm is known (a loaded model), or other weights have changed since the
+            conversion.
         DataError: there is no batch, one is of the wrong kind, the models cannot run it, no batch
             reaches a layer, or an activation or output is not finite (the message names the site).
 
@@ -125,22 +132,31 @@ class _Measurement:
         seed: int,
         points: int,
     ) -> None:
-        layers = require_layers(model, with_norms=True)
         self.model = model
         self.comparison = comparison
-        self.sites = {
-            layer: _LayerStats(path, layer, seed, points) for path, layer in layers.items()
-        }
         # The layer that took the place of each norm.
-        self.layer_of: dict[nn.Module, PointwiseNorm]
+        self.layer_of: dict[nn.Module, PointwiseNorm] = {}
         if original is None:
+            layers = require_layers(model, with_norms=True)
+            require_same_weights(
+                model,
+                "pass original=, a copy of the model that was made before convert_, such as "
+                "copy.deepcopy(model)",
+            )
             # Each layer can still run as the norm that it replaced.
             self.original = model
-            self.layer_of = {layer: layer for layer in self.sites}
+            self.layer_of = {layer: layer for layer in layers.values()}
         else:
+            layers = _layers_to_compare(model)
             self.original = original
-            norms = norms_of(original, layers, "original")
-            self.layer_of = {norm: layer for layer, norm in norms.items()}
+            for layer, norm in norms_of(original, layers, "original").items():
+                if replaced_by(layer) is not None:
+                    self.layer_of[norm] = layer
+        compared = set(self.layer_of.values())
+        self.sites: dict[PointwiseNorm, _LayerStats] = {}
+        for path, layer in layers.items():
+            if layer in compared:
+                self.sites[layer] = _LayerStats(path, layer, seed, points)
 
     def add(self, batch: Batch, share: float) -> None:
         """Add a batch, with the share of its tokens to fit on; with 1 only the original is run."""
@@ -180,15 +196,27 @@ class _Measurement:
     def report(self, meta: Mapping[str, Any] | None) -> ModelReport:
         """Return the report, with the sites in call order."""
         sites = self.sites.values()
+        # A loaded model has no site to compare, but an output.
+        reached = reached_sites(sites, "converted norm") if sites else []
         return ModelReport(
             model=type(self.model).__name__,
-            sites=[site.report() for site in reached_sites(sites, "converted norm")],
+            sites=[site.report() for site in reached],
             output=self.comparison.report(),
             batches=self.comparison.batches,
             left=layers_without_norms(self.model),
             unreached=[site.site.path for site in sites if not site.tokens],
             meta=dict(meta or {}),
         )
+
+
+def _layers_to_compare(model: nn.Module) -> dict[str, PointwiseNorm]:
+    """Return the layers whose paths must be norms in the original: all that are not folded."""
+    layers = require_layers(model)
+    to_compare = {}
+    for path, layer in layers.items():
+        if layer.weight is not None or replaced_by(layer) is not None:
+            to_compare[path] = layer
+    return to_compare
 
 
 class _SumFit:
@@ -306,7 +334,7 @@ class _LayerStats(SiteStats):
             saturated=saturated,
             witnesses=layer.witness_channels,
             gains=gains,
-            told=self._explained(),
+            explained=self._explained(),
             why=self.why,
             sums=self._drawn_sums.points(),
             fit=fit,

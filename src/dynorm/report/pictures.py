@@ -121,7 +121,7 @@ def draw_sums(
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
-    _frame(axes, "told by the layer", "the norm's own sum", colors)
+    _frame(axes, "estimated by the layer", "the norm's own sum", colors)
     axes.set(xscale="log", yscale="log")
     for axis, values in ((axes.xaxis, layer_sums + norm_sums), (axes.yaxis, norm_sums)):
         steps = _tick_steps(math.log10(max(values) / min(values)))

@@ -1,7 +1,7 @@
 """The reports: one record per site and one per model, printed as a table or written as a page."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -13,10 +13,10 @@ from dynorm.family import FAMILY
 from dynorm.files import write_text
 from dynorm.report.columns import CONVERSION, INSPECTION, SiteColumn, constant
 from dynorm.report.output import OutputReport
-from dynorm.report.rendering import rendered, table_html, wins
+from dynorm.report.rendering import digits, rendered, table_html, wins
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
-from dynorm.table import Table, plain
+from dynorm.table import NotTheModel, Table, plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def _without_points(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Report:
+class Report(NotTheModel):
     """A report on a model, which prints itself as a table and writes itself as a page."""
 
     _template: ClassVar[str]
@@ -171,10 +171,10 @@ class SiteReport(MeasuredSite):
             control has no bound, so the norm's is used.
         witnesses: the layer's witness channels; empty for a function of one channel.
         gains: the weight of the square of each witness.
-        told: share of the variation of the tokens' sums that the layer's ``beta + sum g u^2``
+        explained: share of the variation of the tokens' sums that the layer's ``beta + sum g u^2``
             explains, up to a factor: 0 is no more than a constant explains, 1 is all.
         why: why ``to="auto"`` chose the layer; empty if the caller chose it.
-        sums: ``beta + sum g u^2`` and the norm's own sum, for some of the tokens.
+        sums: ``beta + sum g u^2`` and the norm's own sum of some tokens.
         fit: the curves that the three errors of the core belong to.
     """
 
@@ -188,7 +188,7 @@ class SiteReport(MeasuredSite):
     saturated: float | None
     witnesses: tuple[int, ...]
     gains: tuple[float, ...]
-    told: float
+    explained: float
     why: str
     sums: tuple[list[float], list[float]] = field(repr=False)
     fit: CoreFit = field(repr=False)
@@ -224,14 +224,14 @@ class ModelReport(Report):
 
     Args:
         model: the class of the model.
-        sites: the replaced norms, in call order.
+        sites: the replaced norms, in call order; empty if no norm is known, as in a loaded model.
         output: the model's output, compared with the original's.
         batches: how many batches were measured.
         continuations: held-out texts, continued by a language model and its original, or audio
             files, transcribed by both; only ``dynorm convert`` has them.
         unreached: paths of the layers that no batch reached.
-        left: paths of the layers whose norm is not known, because the model was loaded with them:
-            both models have them.
+        left: paths of the layers whose norm is not known, because the model was loaded or folded
+            with them: they have no row.
         meta: facts to show with the figures: recipe, texts, seeds, versions.
     """
 
@@ -254,6 +254,24 @@ class ModelReport(Report):
         """Return a few sentences: the loss, the sample that lost most, and the next step."""
         return _paragraph("verdict.txt", report=self)
 
+    def falls(self) -> list[str]:
+        """Return a sentence for each stage that is kept although the held-out figure got worse."""
+        sentences = []
+        before: dict[str, Any] = {}
+        for name, title in _STAGES.items():
+            stage = self.meta.get("stages", {}).get(name, {})
+            after = stage.get("output", {})
+            if not after or stage.get("kept") is False:
+                continue
+            change = _worse(before, after)
+            if change:
+                sentences.append(
+                    f"The {title} is kept because it lowered the error on its own batches, but on "
+                    f"{after['samples']:,} held-out samples {change}."
+                )
+            before = after
+        return sentences
+
     def stray(self) -> SiteReport | None:
         """Return the site whose layer is farthest from its norm; None if no error is known."""
         known = [site for site in self.sites if site.error_now is not None]
@@ -267,7 +285,7 @@ class ModelReport(Report):
         return sorted(titles)
 
     def _notes(self) -> list[str]:
-        left = [f"{path}  left as it is, its norm is not known" for path in self.left]
+        left = [f"{path}  not compared, its norm is not known" for path in self.left]
         return super()._notes() + left
 
 
@@ -368,6 +386,34 @@ class InspectionReport(Report):
     def _notes(self) -> list[str]:
         refused = [f"{path}  left out: {reason}" for path, reason in self.refused.items()]
         return super()._notes() + refused
+
+
+# The stages after calibration, by their names in the meta of a report.
+_STAGES = {"calibrate": "calibration", "refine": "refinement", "distill": "distillation"}
+# The figures of an OutputReport, the first that applies: the field, its words, and whether more is
+# better.
+_MAIN_FIGURES = (
+    ("loss_now", "the loss", False),
+    ("spearman", "the rank correlation", True),
+    ("error", "the error of the output", False),
+    ("cosine_mean", "the mean cosine", True),
+)
+
+
+def _worse(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return in words how the main figure got worse from one output report to the next, or ""."""
+    for name, words, more_is_better in _MAIN_FIGURES:
+        old = before.get(name)
+        new = after.get(name)
+        if old is None or new is None:
+            continue
+        is_worse = new < old if more_is_better else new > old
+        # Only a change that is seen in the figures is worth a sentence.
+        if not is_worse or digits(old) == digits(new):
+            return ""
+        verb = "fell" if more_is_better else "rose"
+        return f"{words} {verb} from {digits(old)} to {digits(new)}"
+    return ""
 
 
 def _paragraph(template: str, **values: Any) -> str:

@@ -64,7 +64,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class CoreFit:
-    """A norm's core as one function of one number, for each of :data:`FUNCTIONS`."""
+    """Each of :data:`FUNCTIONS`, fitted to a norm's core as a function of one number."""
 
     scale: float  # the bound: sqrt(C - 1) for LayerNorm, sqrt(C) for RMSNorm
     center: float  # the mean of the activations if the norm centres, else 0

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.fx import Node
 
+from dynorm.batches import example_arguments
 from dynorm.find.probe import find_norms
 from dynorm.guard import require_plain_model, undisturbed
 from dynorm.site import NormSite
@@ -75,7 +76,7 @@ def find_streams(
 
     Args:
         model: in eval mode; not compiled, wrapped, quantized or sharded.
-        *args: the example, the arguments of one call.
+        *args: the example, the arguments of one call; or one batch, a tuple or dict of them.
         untie: each owner of a tied parameter may get a tensor that it does not share.
         **kwargs: the example's keyword arguments.
 
@@ -93,6 +94,7 @@ def find_streams(
         ('embedding', '0.weight', '2.weight')
     """
     require_plain_model(model)
+    args, kwargs = example_arguments(model, args, kwargs)
     example = copied((args, kwargs))
     with undisturbed(model, attributes=True):
         sites = find_norms(model, *args, **kwargs)

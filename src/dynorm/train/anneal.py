@@ -178,7 +178,7 @@ class AnnealSchedule:
             )
 
     def steps(self, total: int) -> tuple[int, int]:
-        """Return start and length in steps, for a run of ``total`` steps.
+        """Return start and length in steps of a run that has ``total`` steps.
 
         Raises:
             ArgumentError: ``total`` is not a number of steps; or t would not reach 1 before the
@@ -198,7 +198,7 @@ class AnnealSchedule:
         return start, length
 
     def at(self, step: int, total: int, place: int = 0, places: int = 1) -> float:
-        """Return t at a step of ``total``, for the layer at ``place`` of ``places`` in call order.
+        """Return t of the layer at ``place`` of ``places`` in call order, at a step of ``total``.
 
         Steps and places are counted from 0.
         """

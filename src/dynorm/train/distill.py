@@ -402,4 +402,7 @@ def _recipe(job: Distillation, lr: float | None) -> dict[str, Any]:
     # Notice a failed rank before the sums.
     job.ranks.exchange(BATCH)
     sizes = [float(gathered(p.abs().sum(dtype=torch.float64))) for p in job.teacher.parameters()]
-    return {"layers": str(require_layers(job.model)), "rate": lr, "teacher": f"{sum(sizes):.6g}"}
+    layers = {}
+    for path, layer in require_layers(job.model).items():
+        layers[path] = f"{type(layer).__name__} {layer.config()}"
+    return {"layers": str(layers), "rate": lr, "teacher": f"{sum(sizes):.6g}"}

@@ -19,6 +19,7 @@ from dynorm.ranks import BATCH, Ranks
 from dynorm.replace import restore_
 from dynorm.replace.converted import norms_of, require_layers
 from dynorm.replace.original import recorded
+from dynorm.replace.weights import require_same_weights
 
 # A function of the model's output, the teacher's output, and the batch.
 Loss = Callable[[Any, Any, Any], Tensor]
@@ -60,6 +61,11 @@ class Distillation(nn.Module):
                 "on some"
             )
         if teacher is None:
+            require_same_weights(
+                model,
+                "pass teacher=, a copy of the model that was made before convert_; the norms on "
+                "the present weights would teach another function",
+            )
             teacher = restore_(copy.deepcopy(model))
         norms_of(teacher, layers, "teacher")
         require_gathered(teacher)

@@ -252,7 +252,7 @@ def remainder(formula: Expr) -> Expr:
     """Return the simplest form of a formula in n, v, e, m and numbers; 0 only if it is always 0.
 
     Roots and exponentials become symbols, and the squares of the root symbols are replaced by
-    what is under the roots. Then only the numerator decides, because all denominators are positive.
+    the terms under the roots. Then only the numerator decides, because all denominators are positive.
     A formula that is not a quotient of polynomials in such symbols keeps its form, and is 0 only if
     sympy finds that.
     """
@@ -285,7 +285,7 @@ def remainder(formula: Expr) -> Expr:
 # The same roots return in step after step.
 @lru_cache(maxsize=8192)
 def _split(formula: Expr) -> Expr:
-    """Factor what is under roots and in logarithms, and move factors of known sign outside."""
+    """Factor the terms under roots and in logarithms, and move factors of known sign outside."""
     if not formula.args:
         return formula
     formula = formula.func(*(_split(part) for part in formula.args))

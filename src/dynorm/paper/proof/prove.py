@@ -140,7 +140,7 @@ def prove(
     """Prove the statements with certain names or globs, or all, and check them at random tokens.
 
     A statement that fails is a row of the report, not an error. A name that fits no statement is an
-    error. ``track`` wraps the statements, for a progress bar.
+    error. ``track`` wraps the statements to show a progress bar.
     """
     chosen = choose(only)
     start = time.perf_counter()

@@ -155,7 +155,7 @@ def failure(checked: CheckedStep) -> str:
     numbers = "numbers agree" if checked.measured.holds else "numbers contradict"
     line = f"{one_line(checked.step.left)} {_right_side(checked.step)}: {outcome}, {numbers}"
     if checked.verdict.remains:
-        line += f"; what remains of the difference: {checked.verdict.remains}"
+        line += f"; rest of the difference: {checked.verdict.remains}"
     return line
 
 

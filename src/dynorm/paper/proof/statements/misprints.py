@@ -58,8 +58,8 @@ def misprint_first_version() -> Statement:
         equations="28 and the lines around it",
         claim="Wherever the first version prints $C - 1$ before a factor, $(C - 1)$ is meant: "
         r"$C - 1y - y^3$ should read $(C-1)\,y - y^3$",
-        assumes=r"$0 < y < \sqrt{C-1}$, that is $w > 0$, and $z = |x - \mu| > 0$; what is "
-        r"printed is read by the usual precedence, $1y$ as $1 \cdot y$",
+        assumes=r"$0 < y < \sqrt{C-1}$, that is $w > 0$, and $z = |x - \mu| > 0$; the "
+        r"printed formula is read by the usual precedence, $1y$ as $1 \cdot y$",
         definitions={
             **SUBSTITUTED,
             Dy: y / (C * z) * (C - 1 - y**2),

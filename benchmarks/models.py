@@ -1,0 +1,239 @@
+"""The tables of docs/models.md: conversions that were measured, and architectures that are tested."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks import memory
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+COUNTS = ROOT / "tests" / "find" / "norm_counts.txt"
+NOT_MEASURED = "not measured"
+GIB = 2**30
+COLUMNS = (
+    "model",
+    "command",
+    "time",
+    "peak memory",
+    "calibrated",
+    "refined",
+    "distilled",
+    "measure, on held-out data",
+)
+Rows = list[dict[str, Any]]
+
+
+def models_table() -> str:
+    """Return one row per conversion that has a committed result."""
+    rows = [
+        _encoder(),
+        _pure_encoder(),
+        _lines(),
+        _decoder(8),
+        _decoder(16),
+        _byte_model(),
+        _images(),
+        _speech(),
+        _small_llama(),
+        _large_llama(),
+    ]
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def architectures() -> str:
+    """Return the tested model types, one row per initial letter; a star marks norms that are kept."""
+    names = []
+    for line in COUNTS.read_text("utf-8").splitlines():
+        if line[0] == "#":
+            continue
+        name, *counts = line.split()
+        refused = int(counts[-1])
+        names.append(f"{name} ✓\\*" if refused else f"{name} ✓")
+    lines = ["| | model types of transformers |", "|---|---|"]
+    for letter, group in groupby(names, key=lambda name: name[0].upper()):
+        lines.append(f"| {letter} | {', '.join(group)} |")
+    lines += ["", f"{len(names)} model types."]
+    return "\n".join(lines)
+
+
+def _load(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    return document
+
+
+def _row(
+    model: str,
+    command: str,
+    measure: str,
+    *,
+    time: str = NOT_MEASURED,
+    peak: str = NOT_MEASURED,
+    calibrated: str = NOT_MEASURED,
+    refined: str = NOT_MEASURED,
+    distilled: str = NOT_MEASURED,
+) -> list[str]:
+    return [model, command, time, peak, calibrated, refined, distilled, measure]
+
+
+def _encoder() -> list[str]:
+    demo = _load("demo")
+    seconds = demo["meta"]["seconds"]
+    stages = [seconds[stage] for stage in ("calibrate", "refine", "distill")]
+    return _row(
+        "all-MiniLM-L6-v2, encoder, 4 witnesses",
+        "`make demo`",
+        "mean cosine to the original, 512 docstrings",
+        time="{:.0f} s, {:.0f} s, {:.0f} s".format(*stages),
+        calibrated=f"{_quality(4, 'calibrated'):.4f}",
+        refined=f"{_quality(4, 'refined'):.4f}",
+        distilled=f"{demo['output']['cosine_mean']:.4f}",
+    )
+
+
+def _pure_encoder() -> list[str]:
+    [trained] = [
+        row
+        for row in _load("distillation")["rows"]
+        if (row["model"], row["recipe"], row["steps"]) == ("encoder", "DyISRU", 1200)
+    ]
+    return _row(
+        "the same, a pure function (no witnesses)",
+        "`dynorm convert MODEL OUT --witnesses 0 --steps 1200`",
+        "the same",
+        calibrated=f"{_quality(0, 'calibrated'):.4f}",
+        refined=f"{_quality(0, 'refined'):.4f}",
+        distilled=f"{trained['docstrings']['cosine']:.4f}",
+    )
+
+
+def _quality(witnesses: int, stage: str) -> float:
+    """Return the mean cosine of DyISRU with one constant per channel, over the seeds."""
+    cosines = []
+    for row in _load("quality")["rows"]:
+        key = (row["layer"], row["per_channel"], row.get("witnesses", 0), row["stage"])
+        if key == ("dyisru", True, witnesses, stage):
+            cosines.append(row["cosine"])
+    return mean(cosines)
+
+
+def _lines() -> list[str]:
+    document = _load("auto")
+    key = ("auto", 0.05)
+    [calibrated] = [r for r in document["calibrated"] if (r["to"], r["tolerance"]) == key]
+    [distilled] = [r for r in document["distilled"] if (r["to"], r["tolerance"]) == key]
+    return _row(
+        f"the same, {calibrated['linear']} of 13 norms gone entirely",
+        "`dynorm convert MODEL OUT --to auto --steps 200`",
+        "rank correlation of all pairs, 512 docstrings",
+        calibrated=f"{calibrated['spearman']:.4f}",
+        distilled=f"{distilled['spearman']:.4f}",
+    )
+
+
+def _decoder(witnesses: int) -> list[str]:
+    rows = [row for row in _load("decoder")["rows"] if row["witnesses"] == witnesses]
+    last = max(rows, key=lambda row: row["tokens"])
+    options = "" if witnesses == 8 else f"--witnesses {witnesses} "
+    command = f"`dynorm convert MODEL OUT {options}--refine 0 --steps {last['steps']}`"
+    return _row(
+        f"SmolLM2-135M-Instruct, decoder, {witnesses} witnesses",
+        command,
+        "growth of the loss in nats per token: docstrings; language reference",
+        time=_processor_time(rows[0], last),
+        calibrated=_two_losses(rows[0]),
+        refined="not run",
+        distilled=f"{_two_losses(last)} ({last['steps']} steps)",
+    )
+
+
+def _two_losses(row: dict[str, Any]) -> str:
+    kinds = ("docstrings", "reference")
+    return "; ".join(f"{row[kind]['loss_difference']:+.3f}" for kind in kinds)
+
+
+def _processor_time(first: dict[str, Any], last: dict[str, Any]) -> str:
+    return f"{first['cpu_seconds']} s to calibrate, {last['cpu_seconds']:,} s in all (CPU time)"
+
+
+def _byte_model() -> list[str]:
+    [row] = [
+        row
+        for row in _load("distillation")["rows"]
+        if (row["model"], row["recipe"]) == ("language", "DyISRU")
+    ]
+    grown = row["docstrings"]["nats"] - row["docstrings"]["original_nats"]
+    return _row(
+        "GPT-2 over bytes, 4 layers, no witnesses",
+        "`python -m benchmarks.distillation`",
+        "growth of the loss in nats per token, docstrings",
+        distilled=f"{grown:+.3f} ({row['steps']} steps)",
+    )
+
+
+def _images() -> list[str]:
+    refined, distilled = _load("images")["rows"]
+    return _row(
+        f"DINOv2-small, images, {refined['witnesses']} witnesses",
+        "`dynorm convert MODEL OUT --images FILES --witnesses 16 --refine 180 --steps 900`",
+        "mean cosine to the original; same nearest neighbour; 96 photographs",
+        refined=f"{refined['cosine_mean']:.3f}; {refined['neighbours']:.0%}",
+        distilled=f"{distilled['cosine_mean']:.3f}; {distilled['neighbours']:.0%} "
+        f"({distilled['steps']} steps)",
+    )
+
+
+def _speech() -> list[str]:
+    document = _load("speech")
+    first, last = document["rows"][0], document["rows"][-1]
+    return _row(
+        "Whisper tiny.en, speech, 8 witnesses",
+        f"`dynorm convert MODEL OUT --audio FILES --refine 0 --steps {last['steps']}`",
+        f"words equal to the original transcript, {document['held_out']} synthetic files",
+        time=_processor_time(first, last),
+        calibrated=f"{first['word_agreement']:.1%}",
+        refined="not run",
+        distilled=f"{last['word_agreement']:.1%} ({last['files']} files)",
+    )
+
+
+def _small_llama() -> list[str]:
+    row = _load("memory")["small"][0]
+    return _row(
+        f"Llama with random weights, {row['parameters'] / 1e6:.0f} M parameters",
+        "`python -m benchmarks.memory`",
+        "memory only",
+        peak="; ".join(
+            f"{name} {row[name] / GIB:.2f} GiB" for name in ("calibrate", "refine", "distill")
+        ),
+    )
+
+
+def _large_llama() -> list[str]:
+    bytes_of = _load("memory")["bytes"]
+    large = memory.terms(memory.LARGE)
+
+    def scaled(stage: str) -> str:
+        total = 0.0
+        for count, per_unit in zip(large, bytes_of[stage].values(), strict=True):
+            total += count * per_unit
+        return f"{stage} {total / GIB:.0f} GiB"
+
+    stages = "; ".join(map(scaled, ("calibrate", "refine", "distill")))
+    return _row(
+        "Llama, 8 B parameters",
+        "[on several processes](howto/processes.md#what-8-b-parameters-need)",
+        "memory only, scaled from small models",
+        peak=f"{stages} (one process)",
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {"models": models_table, "architectures": architectures}
+"""The tables of the page by their mark."""
