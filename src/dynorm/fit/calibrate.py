@@ -32,6 +32,7 @@ from dynorm.replace.converted import (
 )
 from dynorm.replace.original import Outputs
 from dynorm.replace.swap import swap_
+from dynorm.replace.weights import renew_modules_
 from dynorm.table import Column, Plain, Table
 
 Fits = dict[PointwiseNorm, SiteChoice]
@@ -264,6 +265,7 @@ def calibrate_(
         rows = ScaleRows(model, fits, ranks)
         with unchanged_on_error([*fits, *rows.modules]), undisturbed(model, evaluate=True):
             used = _fit_groups(model, fits, rows, batches, ranks, lean)
+        renew_modules_(rows.modules)
     swap_(model, {layer: choice.settled() for layer, choice in fits.items()})
     unreached = [choice.path for choice in fits.values() if not choice.fit.tokens]
     if unreached:

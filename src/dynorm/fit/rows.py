@@ -56,8 +56,8 @@ class _Writer:
         assert weight is not None
         assert bias is not None
         # The weight of transformers' Conv1D is transposed.
-        weight = weight.detach()
-        self.row = weight[channel] if isinstance(module, nn.Linear) else weight[:, channel]
+        values = weight.detach()
+        self.row = values[channel] if isinstance(module, nn.Linear) else values[:, channel]
         self._bias = bias.detach()[channel : channel + 1]
 
     @property

@@ -32,8 +32,9 @@ from dynorm.table import Column, Plain, Table
 
 # The axes are chosen on this number of batches at most.
 _BATCHES = 8
-# In an exact edit the outputs may differ by rounding, relative to the largest.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
+# In an exact edit the outputs may differ by rounding, relative to their size. In a float64 model a
+# norm of transformers still computes in float32.
+_ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-3}
 _ROUNDING_OF_HALVES = 0.1
 
 
@@ -159,8 +160,6 @@ def add_scale_channel_(
     fixed = check_count("fixed", fixed, 0)
     require_plain_model(model)
     looked_at = list(islice(iterate(batches), _BATCHES))
-    if not looked_at:
-        raise DataError("the batches must not be empty, but there is none: give real inputs")
     args, kwargs = arguments(model, looked_at[0])
     before = _outputs(model, looked_at[0])
     _require_a_stream(find_streams(model, *args, untie=True, **kwargs))
