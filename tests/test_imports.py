@@ -42,6 +42,7 @@ TOOLS = (
     ("fit",),
     ("train",),
     ("fold",),
+    ("scale",),
     ("report",),
     ("hub", "parallel", "quantize"),
 )

@@ -429,6 +429,11 @@ class LayerOptions:
                 f"{self.witnesses!r}"
             )
 
+    def with_scale_channel(self, witnesses: Sequence[int]) -> LayerOptions:
+        """Return the options for a site with a scale channel, which names the witnesses."""
+        to = Recipe.to if self.is_auto else self.to
+        return replace(self, to=to, witnesses=witnesses, center=False)
+
     def filled(self, defaults: Defaults) -> LayerOptions:
         """Return the options with the defaults for a kind of model in place of None.
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.arguments import check_not_negative, check_share
-from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks
+from dynorm.arguments import check_not_negative, check_share, upcast
+from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks, valid_tokens
 from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
-from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, stopping_at
+from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, recording, stopping_at
+from dynorm.fit.rows import ScaleRows
 from dynorm.fit.site_fit import SiteChoice
 from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
@@ -32,6 +33,7 @@ from dynorm.replace.converted import (
 )
 from dynorm.replace.original import Outputs
 from dynorm.replace.swap import swap_
+from dynorm.replace.weights import renew_modules_
 from dynorm.table import Column, Plain, Table
 
 Fits = dict[PointwiseNorm, SiteChoice]
@@ -265,8 +267,10 @@ def calibrate_(
         fits: Fits = {}
         for _, layer, choice in sorted(choices, key=itemgetter(0)):
             fits[layer] = choice
-        with unchanged_on_error(fits), undisturbed(model, evaluate=True):
-            used = _fit_groups(model, fits, batches, ranks, lean)
+        rows = ScaleRows(model, fits, ranks)
+        with unchanged_on_error([*fits, *rows.modules]), undisturbed(model, evaluate=True):
+            used = _fit_groups(model, fits, rows, batches, ranks, lean)
+        renew_modules_(rows.modules)
     swap_(model, {layer: choice.settled() for layer, choice in fits.items()})
     unreached = [choice.path for choice in fits.values() if not choice.fit.tokens]
     if unreached:
@@ -294,7 +298,12 @@ def _report(choice: SiteChoice) -> SiteCalibration:
 
 
 def _fit_groups(
-    model: nn.Module, fits: Fits, batches: Iterable[Batch], ranks: Ranks, lean: float
+    model: nn.Module,
+    fits: Fits,
+    rows: ScaleRows,
+    batches: Iterable[Batch],
+    ranks: Ranks,
+    lean: float,
 ) -> int:
     """Fit the layers to group after group of batches; return how many batches all ranks had."""
     remaining = iterate(batches)
@@ -304,9 +313,10 @@ def _fit_groups(
     group_number = 0
     used = 0
     last_batch = None
-    with stopping_at(fits):
+    rows.clear_()
+    with stopping_at(fits), recording(rows.modules):
         while True:
-            group = _Group(model, fits, lean, side_by_side)
+            group = _Group(model, fits, lean, side_by_side, rows)
             try:
                 group.fill(remaining, used)
                 anybody_goes_on = BATCH in ranks.exchange(BATCH if group.runs else OVER)
@@ -391,6 +401,17 @@ class _Run:
             return x[:0], y[:0]
         return x, y
 
+    def features(self, module: nn.Module) -> Tensor | None:
+        """Return the input of a linear layer at its last call in this run, or None."""
+        return self._converted.inputs.pop(module, None)
+
+    def counted(self, x: Tensor) -> Tensor:
+        """Return a value of the stream, or a feature, as (tokens, channels), without padding."""
+        last = x.flatten(0, -2)
+        valid = valid_tokens(x.shape, (-1,), self._masks)
+        last = last if valid is None else last[valid.to(last.device)]
+        return upcast(last if self.counts else last[:0])
+
     def outputs(self, layer: PointwiseNorm) -> Tensor:
         """Return the outputs of a candidate for the layer on the layer's inputs, (tokens, C)."""
         assert self.call is not None
@@ -401,7 +422,7 @@ class _Run:
         """Return the output of the fitted layer; for some tokens in a wrong size, if errors add up."""
         choice = self._fits[layer]
         y = choice.fit.layer.forward(x)
-        if self._lean > 0 or choice.fit.witnesses is None:
+        if self._lean > 0 or choice.fit.witnesses is None or choice.fit.has_scale_channel:
             return y
         uniform = _hash_of_tokens(choice.fit.layer, x, list(self._fits).index(layer))
         if uniform.shape not in self._in_wrong_size:
@@ -438,7 +459,10 @@ class _Run:
 class _Group:
     """Batches that go through the model side by side: a layer is fitted to all of them at once."""
 
-    def __init__(self, model: nn.Module, fits: Fits, lean: float, side_by_side: bool) -> None:
+    def __init__(
+        self, model: nn.Module, fits: Fits, lean: float, side_by_side: bool, rows: ScaleRows
+    ) -> None:
+        self._rows = rows
         self.runs: list[_Run] = []
         self._model = model
         self._fits = fits
@@ -485,6 +509,7 @@ class _Group:
             layer = list(self._fits)[place]
             ranks.require_same_place(self._fits[layer].path)
             here = [run for run in waiting if run.call and run.call.layer is layer]
+            self._rows.fit_(layer, here)
             self._fit_layer(self._fits[layer], here, weight, ranks)
             for run in here:
                 run.resume()

@@ -62,6 +62,8 @@ class PausedRun:
         self._model = model
         self._batch = batch
         self._answer = answer
+        # The input of each linear layer that is recorded, at its last call.
+        self.inputs: dict[nn.Module, Tensor] = {}
         self._error: BaseException | None = None
         self._closed = False
         self._over = False
@@ -79,6 +81,11 @@ class PausedRun:
             # After Ctrl-C, for instance: the caller has no run to close.
             self.close()
             raise
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether it goes on with other outputs than the norms'."""
+        return self._answer is not None
 
     def resume(self) -> None:
         """Run to the next call of a layer, or to the end; raise the error of the model, if there is one."""
@@ -155,6 +162,21 @@ def stopping_at(layers: Iterable[PointwiseNorm]) -> Iterator[None]:
         return run.stop_at(layer, args[0], norm_output)
 
     with hooked(layers, stop):
+        yield
+
+
+@contextmanager
+def recording(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Keep the last input of some modules in each :class:`PausedRun` that has an answer."""
+
+    def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+        run: PausedRun | None = getattr(_running, "run", None)
+        if run is not None and run.has_answer:
+            run.inputs[module] = args[0]
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(record).remove)
         yield
 
 

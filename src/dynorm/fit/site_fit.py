@@ -16,6 +16,7 @@ from dynorm.family import NAMES
 from dynorm.fit.witnesses import DEAD, SMALL, TokenScales, Witnesses
 from dynorm.layers import AnnealedNorm, DyISRU, LinearControl, PointwiseNorm
 from dynorm.ranks import Ranks
+from dynorm.replace.channel import scale_channel_of
 from dynorm.replace.converted import Replaced
 from dynorm.replace.swap import take_over_
 from dynorm.theory import own_betas
@@ -37,6 +38,7 @@ _CAREFUL = 0.3
 _GIVE_BACK = 0.5
 # This number of values stays in the cache of a CPU core.
 _CHUNK = 1 << 18
+_LEAN = 0.02
 _TINY = torch.finfo(torch.float64).tiny
 # Name, class and whether it has witnesses. A linear layer folds away; with witnesses it leaves one
 # number per token.
@@ -125,6 +127,7 @@ class SiteFit:
             if weight is not None:
                 self._weight = weight.detach().to(torch.float64, copy=True).flatten()
                 self._has_bias = layer.bias is not None
+        self._channel = scale_channel_of(norm.module)
         self._betas: Tensor | None = None
         self._updates = 0
         self._weight_sum = 0.0
@@ -136,9 +139,24 @@ class SiteFit:
         elif layer.witness_channels:
             self._scales = self._new_scales(layer.witness_channels, len(layer.witness_channels))
 
+    @property
+    def has_scale_channel(self) -> bool:
+        """Whether the layer reads a scale channel."""
+        return self._channel is not None
+
     def _new_scales(self, fixed: tuple[int, ...] | None, count: int) -> TokenScales:
         robust_for = count if self._careful else 0
-        return TokenScales(self.kind, self.eps, fixed, self._ranks, robust_for=robust_for)
+        without = None if self._channel is None else self._channel.channel
+        return TokenScales(
+            self.kind, self.eps, fixed, self._ranks, robust_for=robust_for, without=without
+        )
+
+    def _without_channel(self, x: Tensor) -> Tensor:
+        """Return tokens with 0 in the scale channel, which is not a part of the norm."""
+        if self._channel is None:
+            return x
+        channel = torch.tensor([self._channel.channel], device=x.device)
+        return x.index_fill(1, channel, 0.0)
 
     @torch.no_grad()
     def update(
@@ -239,7 +257,7 @@ class SiteFit:
         layer = self.layer
         logarithms = x.new_zeros(x.shape[1], dtype=torch.float64)
         count = 0
-        for chunk in self._chunks(x):
+        for chunk in self._chunks(self._without_channel(x)):
             spread = own_betas(chunk, self.kind, 0.0).amax(1)
             alive = chunk[spread > DEAD * chunk.square().sum(1)]
             beta = own_betas(alive, self.kind, self.eps)
@@ -312,6 +330,8 @@ class SiteFit:
         if chosen.channels:
             # If the witnesses explain all, the constant would be 0. A small one stays so that its logarithm exists.
             least = (_CAREFUL if self._careful else LEAST) * beta
+            if self._channel is not None:
+                least = _LEAN * beta
             beta = max(chosen.beta, least)
             low, high = _WITNESSED_DECADES
             if self._careful:

@@ -171,6 +171,7 @@ class TokenScales:
         *,
         least: float | None = None,
         robust_for: int = 0,
+        without: int | None = None,
     ) -> None:
         self._kind = kind
         self._eps = eps
@@ -180,6 +181,7 @@ class TokenScales:
         self._seen = 0
         self.least = least
         self._robust_for = robust_for
+        self._without = without
         size = 1  # The first sums make it that of the candidates.
         if channels is not None:
             self._channels = torch.tensor(channels, device="cpu")
@@ -279,6 +281,8 @@ class TokenScales:
     def _sums_of_tokens(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Return which tokens have a spread over their channels, and the norm's sums of these, (tokens, 1)."""
         u = u.double()
+        if self._without is not None:
+            u = u.index_fill(1, torch.tensor([self._without], device=u.device), 0.0)
         moment = token_moment(u, self._kind)
         alive = moment > DEAD * u.square().mean(1)
         total = u.shape[1] * (moment[alive, None] + self._eps)

@@ -1,6 +1,6 @@
 """Put a plan into a model: all new values are known by then, and are written at once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from dynorm.fold.site import SiteFold
 from dynorm.guard import unchanged_on_error
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import identity
-from dynorm.replace.edits import ADDED_BIAS, parameter_like, set_untied_, untied
+from dynorm.replace.edits import ADDED_BIAS, parameter_like, set_values_, untied
 from dynorm.replace.specs import LayerSpec
 from dynorm.replace.swap import swap_, take_over_
 from dynorm.stream.graph import Owner, double
@@ -59,7 +59,7 @@ def _write_values_(plan: Plan) -> None:
         for slot in plan.slots:
             if slot.tensor is tensor:
                 by_owner.update(dict.fromkeys(slot.owners, new.values.get(slot)))
-        _set_values_(tensor, by_owner)
+        set_values_(tensor, by_owner)
     for slot, value in new.added.items():
         layer = slot.owners[0].module
         layer._parameters["bias"] = parameter_like(value, slot.tensor)
@@ -72,31 +72,6 @@ def _divide_(norm: SiteFold, factor: Tensor) -> None:
         effective = double(tensor).flatten() + offset
         tensor.copy_((effective / factor - offset).view(tensor.shape))
     _forget_original_(norm.module)
-
-
-def _set_values_(tensor: Tensor, new: Mapping[Owner, Tensor | None]) -> None:
-    """Give a parameter its new value; untie all of its owners if their values differ.
-
-    All, because a config says whether all or none are tied. An owner that does not change, None,
-    keeps the parameter as it is; else the first owner does.
-    """
-    first = next(iter(new))
-    for owner, value in new.items():
-        if value is None:
-            first = owner
-            break
-    value = new[first]
-    is_one_value = value is not None
-    for other in new.values():
-        if value is None or other is None or not other.equal(value):
-            is_one_value = False
-    if not is_one_value:
-        for owner, other in new.items():
-            if owner is not first:
-                set_untied_(owner.module, owner.name, tensor if other is None else other, tensor)
-    if value is not None:
-        # The parameter stays the same object, with its dtype and device.
-        tensor.copy_(value)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.recipe import REST, LayerOptions, Recipe, Sites, Target, defaults_of
 from dynorm.recipe import Globs as Globs
+from dynorm.replace.channel import scale_channel_of
 from dynorm.replace.converted import Replaced, dynorm_layers, is_ours, replaced_by
 from dynorm.replace.swap import original_, swap_, take_over_, tensor_like
 from dynorm.replace.weights import forget_weights_, remember_weights_
@@ -216,6 +217,9 @@ def convert_(
         options = options.filled(defaults)
         norm = _norm_at(modules, site)
         like = tensor_like(norm, model)
+        channel = scale_channel_of(norm)
+        if channel is not None:
+            options = options.with_scale_channel(channel.witnesses)
         layer = options.kind(**_arguments(site, options), device=like.device, dtype=like.dtype)
         _fill_(layer, norm, site, copies)
         replaced = Replaced(norm, site, witnesses=options.most_witnesses, auto=options.is_auto)

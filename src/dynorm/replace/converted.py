@@ -111,8 +111,20 @@ def norms_of(
                 f"the layer {path!r} must have its norm's weight to be compared with it: fold "
                 "afterwards"
             )
+        if _reads_scale_channel(layer) and getattr(modules[path], "without", None) is None:
+            raise ModelError(
+                f"{name} must be a copy of the model after add_scale_channel_, which turned the "
+                f"channels of its residual stream, but its {path!r} has no scale channel"
+            )
         norms[layer] = modules[path]
     return norms
+
+
+def _reads_scale_channel(layer: PointwiseNorm) -> bool:
+    """Return whether the first witness is a scale channel: the layer's output there is always 0."""
+    if layer.weight is None or not layer.witness_channels:
+        return False
+    return float(layer.weight.detach().flatten()[layer.witness_channels[0]]) == 0
 
 
 def warn_of_defaults(model: nn.Module) -> None:

@@ -1,10 +1,13 @@
 """How a model differs from its class: layers of dynorm, added biases, untied weights."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ModelError
 from dynorm.replace.converted import is_ours
+from dynorm.stream.graph import Owner
 from dynorm.wrappers import plain_modules
 
 # Attributes of the modules that a fold gave a new parameter.
@@ -62,6 +65,31 @@ def set_untied_(module: nn.Module, name: str, value: Tensor, like: Tensor) -> No
     """Give a module an unshared parameter, and remember that it was tied."""
     module._parameters[name] = parameter_like(value.detach().clone(), like)
     module.__dict__[UNTIED] = (*module.__dict__.get(UNTIED, ()), name)
+
+
+def set_values_(tensor: Tensor, new: Mapping[Owner, Tensor | None]) -> None:
+    """Give a parameter its new value; untie all of its owners if their values differ.
+
+    All, because a config says whether all or none are tied. An owner that does not change, None,
+    keeps the parameter as it is; else the first owner does.
+    """
+    first = next(iter(new))
+    for owner, value in new.items():
+        if value is None:
+            first = owner
+            break
+    value = new[first]
+    is_one_value = value is not None
+    for other in new.values():
+        if value is None or other is None or not other.equal(value):
+            is_one_value = False
+    if not is_one_value:
+        for owner, other in new.items():
+            if owner is not first:
+                set_untied_(owner.module, owner.name, tensor if other is None else other, tensor)
+    if value is not None:
+        # The parameter stays the same object, with its dtype and device.
+        tensor.copy_(value)
 
 
 # Parameters that are made in inference mode can never be trained.

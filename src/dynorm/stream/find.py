@@ -13,7 +13,7 @@ from dynorm.guard import require_plain_model, undisturbed
 from dynorm.site import NormSite
 from dynorm.stream.capture import capture
 from dynorm.stream.channels import carried
-from dynorm.stream.graph import is_tensor, packet, users
+from dynorm.stream.graph import is_tensor, packet, producer, users
 from dynorm.stream.operators import Read, Write
 from dynorm.stream.readers import Readers, shared_readers
 from dynorm.stream.stream import SUMS, Stream
@@ -49,6 +49,7 @@ class ResidualStream:
     Args:
         sites: the norms, in call order.
         readers: everything that reads the outputs of each of them.
+        written: the writers that are in the input of each of them, as positions in ``writers``.
         direct_reads: the linear operators that read the stream without a norm.
         writers: everything linear that adds to it, in the order of the calls.
         entry: how it begins: "embedding", "sum of embeddings", "projection" (of patches or frames),
@@ -58,6 +59,7 @@ class ResidualStream:
 
     sites: list[NormSite]
     readers: list[Readers]
+    written: list[list[int]]
     direct_reads: list[Read]
     writers: list[Writer]
     entry: str
@@ -125,8 +127,13 @@ def _described(
     by_operator: dict[Node, list[Write]] = {}
     for write in stream.writes:
         by_operator.setdefault(write.leaf.node, []).append(write)
+    operators = sorted(by_operator, key=position.__getitem__)
+    written = []
+    for around in members.values():
+        made_of = _parts_of(around.calls, stream)
+        written.append([place for place, node in enumerate(operators) if node in made_of])
     writers = []
-    for node in sorted(by_operator, key=position.__getitem__):
+    for node in operators:
         weight, *others = dict.fromkeys(by_operator[node])
         bias = others[0] if others else None
         scale = _scale(weight, stream)
@@ -135,6 +142,7 @@ def _described(
     return ResidualStream(
         [sites[index] for index in members],
         [around.readers for around in members.values()],
+        written,
         stream.reads,
         writers,
         "unknown" if stream.writers_unknown else _entry(writers),
@@ -161,6 +169,22 @@ def _add_downstream(nodes: Sequence[Node], known: set[Node]) -> None:
         if node not in known:
             known.add(node)
             todo += node.users
+
+
+def _parts_of(calls: Sequence[Node], stream: Stream) -> set[Node]:
+    """Return the values of a stream that the inputs of some norm calls are sums of, and their operators."""
+    parts: set[Node] = set()
+    todo = [call.all_input_nodes[0] for call in calls]
+    while todo:
+        value = todo.pop()
+        if value in parts:
+            continue
+        operator, _ = producer(value)
+        parts |= {value, operator}
+        for source in operator.all_input_nodes:
+            if source in stream.values:
+                todo.append(source)
+    return parts
 
 
 def _scale(write: Write, stream: Stream) -> float | None:

@@ -1,0 +1,321 @@
+"""``add_scale_channel_``: free a channel of a model's residual stream for the size of each token."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynorm.arguments import check_count
+from dynorm.batches import Batch, arguments, call, iterate
+from dynorm.errors import DataError, ModelError
+from dynorm.fold.fold import fold_
+from dynorm.fold.report import FOLDED, NOTHING
+from dynorm.guard import require_plain_model, unchanged_on_error, undisturbed
+from dynorm.layers.rmsnorm import RMSNorm
+from dynorm.outputs import output_tensor
+from dynorm.replace.channel import ScaleChannel, set_scale_channel_
+from dynorm.replace.swap import swap_, take_over_
+from dynorm.scale.edit import (
+    choose_basis,
+    clear_last_,
+    fill_tables_,
+    give_bias_,
+    rotate_,
+    row_writer,
+)
+from dynorm.stream.find import ResidualStream, find_streams
+from dynorm.table import Column, Plain, Table
+
+# The axes are chosen on this number of batches at most.
+_BATCHES = 8
+# In an exact edit the outputs may differ by rounding, relative to their size. In a float64 model a
+# norm of transformers still computes in float32.
+_ROUNDING = {torch.float64: 1e-4, torch.float32: 1e-3}
+_ROUNDING_OF_HALVES = 0.1
+
+
+@dataclass(frozen=True)
+class FreedStream:
+    """One residual stream with a scale channel.
+
+    Args:
+        norms: the paths of the norms that read it, in call order.
+        channel: the position of the scale channel.
+        fixed: the number of channels whose squares the layers read from the stream itself.
+        fixed_energy: their part of a token's sum of squares, on average.
+        lost_energy: the part that was in the direction that became the channel; 0 if the edit is
+            exact.
+        writers: the linear layers whose row for the channel ``calibrate_`` fits.
+    """
+
+    norms: list[str]
+    channel: int
+    fixed: int
+    fixed_energy: float
+    lost_energy: float
+    writers: list[str]
+
+
+@dataclass(frozen=True)
+class ScaleChannelReport(Plain):
+    """The result of ``add_scale_channel_``, one row per residual stream.
+
+    Args:
+        streams: those that have a scale channel now.
+        refused: the first norm of each other stream, with the reason why it has none.
+        change: how far the outputs moved on the first batch, relative to their size.
+    """
+
+    streams: list[FreedStream]
+    refused: dict[str, str]
+    change: float
+
+    def __str__(self) -> str:
+        """Return the report as a table."""
+        columns: list[str | Column] = [
+            "first norm",
+            "norms",
+            "channel",
+            "rows",
+            Column("fixed", ".0%", note="part of a token's sum that the layers read themselves"),
+            Column("lost", ".2g", note="part that was in the direction of the channel"),
+        ]
+        rows = []
+        for stream in self.streams:
+            rows.append(
+                (
+                    stream.norms[0],
+                    len(stream.norms),
+                    stream.channel,
+                    len(stream.writers),
+                    stream.fixed_energy,
+                    stream.lost_energy,
+                )
+            )
+        notes = [f"{path}: no scale channel, {reason}" for path, reason in self.refused.items()]
+        streams = "1 stream" if len(rows) == 1 else f"{len(rows)} streams"
+        title = f"{streams} with a scale channel; the outputs changed by {self.change:.1e}"
+        return str(Table(columns, rows, notes, title))
+
+
+def add_scale_channel_(
+    model: nn.Module, batches: Iterable[Batch], *, fixed: int = 16
+) -> ScaleChannelReport:
+    r"""Free one channel of each residual stream, in place, so that the network can keep each token's size in it.
+
+    A point-wise layer lacks one number per token, the sum :math:`S = \sum_k x_k^2`. In a pre-norm
+    model linear maps write everything that changes the stream, and so they can write a change of S
+    too. This call edits the weights and leaves the norms; :func:`convert_` then gives each layer on
+    the stream the channel as a witness, and :func:`calibrate_` fits one row of each writer, which
+    keeps
+
+    .. math:: x_w \approx \sqrt{S - \sum_{k \in F} x_k^2}
+
+    up to date from layer to layer, F being the ``fixed`` channels. The layer is a
+    :class:`dynorm.DyISRU` with the witnesses (w, F):
+
+    .. math:: y_i = \sqrt{C} \, x_i / \sqrt{\beta + g_w x_w^2 + \sum_{k \in F} g_k x_k^2 + x_i^2}
+
+    The edit has three steps, all in float64. :func:`fold_` puts the norms' weights into their
+    readers and takes the means out of the writers. An orthogonal map, :math:`W \to Q^T W` in the
+    writers and :math:`W \to W Q` in the readers, turns the stream to its principal axes: the first
+    ones become F, and the last one becomes w. Nothing is written into w or read from it any more.
+    For a LayerNorm that is exact, because nothing has a part along :math:`1 / \sqrt{C}` after the
+    fold. An RMSNorm's stream loses the direction of least energy.
+
+    Args:
+        model: the original, with its norms, in eval mode; plain: neither wrapped, compiled,
+            quantized nor sharded.
+        batches: real inputs, from which the axes are chosen, at most 8 batches.
+        fixed: how many principal axes the layers read themselves, fewer than there are channels.
+
+    Returns:
+        A report with one row per stream, and the reasons for the streams that stay as they are.
+
+    Raises:
+        ArgumentError: ``fixed`` is negative.
+        ModelError: no stream can be edited (the message has the reasons), the model cannot be
+            traced, or its outputs changed. It is then as it was.
+        DataError: there is no batch, or the model cannot be run on one.
+
+    Example:
+        >>> torch.manual_seed(0)
+        <...>
+        >>> model = nn.Sequential(nn.Embedding(50, 8), nn.LayerNorm(8), nn.Linear(8, 2)).eval()
+        >>> batches = [torch.randint(50, (4, 6)) for _ in range(4)]
+        >>> report = dynorm.add_scale_channel_(model, batches, fixed=2)
+        >>> report.streams[0].norms, report.streams[0].channel, report.change < 1e-5
+        (['1'], 7, True)
+        >>> _ = dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+        >>> model[1].witness_channels
+        (7, 0, 1)
+
+    Reference:
+        The rotation is that of S. Ashkboos et al., "SliceGPT", arXiv 2401.15024.
+    """
+    fixed = check_count("fixed", fixed, 0)
+    require_plain_model(model)
+    looked_at = list(islice(iterate(batches), _BATCHES))
+    args, kwargs = arguments(model, looked_at[0])
+    before = _outputs(model, looked_at[0])
+    _require_a_stream(find_streams(model, *args, untie=True, **kwargs))
+    freed = []
+    refused: dict[str, str] = {}
+    holders: list[Any] = list(model.modules())
+    tensors = [*model.parameters(), *model.buffers()]
+    with unchanged_on_error([*holders, *_config_of(model)], tensors):
+        not_folded = _fold_(model, args, kwargs)
+        # A stream may be found only if the embedding is no longer tied to the head.
+        for stream in find_streams(model, *args, untie=True, **kwargs):
+            reason = _refusal(stream, not_folded, fixed)
+            if reason is None:
+                freed.append(_edit_(model, stream, looked_at, fixed))
+            else:
+                refused[stream.sites[0].path] = reason
+        if not freed:
+            raise ModelError(f"no residual stream can be edited: {_listed(refused)}")
+        change = _change(before, _outputs(model, looked_at[0]))
+        is_exact = all(stream.lost_energy == 0 for stream in freed)
+        allowed = _ROUNDING.get(before.dtype, _ROUNDING_OF_HALVES)
+        if not math.isfinite(change) or (is_exact and change > allowed):
+            raise ModelError(
+                f"the outputs must stay the same, but changed by {change:.1e}; everything was put "
+                "back. A branch that the first batch does not take may read the stream"
+            )
+    return ScaleChannelReport(freed, refused, change)
+
+
+def _config_of(model: nn.Module) -> list[Any]:
+    config = getattr(model, "config", None)
+    return [config] if hasattr(config, "to_dict") else []
+
+
+def _require_a_stream(streams: Sequence[ResidualStream]) -> None:
+    """Refuse a model none of whose streams can be edited, before anything is."""
+    reasons = {stream.sites[0].path: stream.refused for stream in streams if stream.refused}
+    if len(reasons) == len(streams):
+        raise ModelError(
+            "the model must have a residual stream that only linear maps write, and only norms or "
+            f"linear maps read, but has none: {_listed(reasons)}; use witnesses instead"
+        )
+
+
+def _listed(reasons: dict[str, str]) -> str:
+    listed = [f"at {path}, {reason}" for path, reason in reasons.items()]
+    return "; ".join(listed) or "no norm reads one"
+
+
+def _fold_(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
+    """Fold the norms into their neighbours; return those with a weight or bias left, with the reason."""
+    report = fold_(model, *args, constants=False, add_bias=True, untie=True, **kwargs)
+    reasons = {}
+    for site in report.sites:
+        if site.affine.state not in (FOLDED, NOTHING):
+            reasons[site.path] = site.affine.reason or "its weight cannot be folded"
+        elif site.kind == "layernorm" and site.center.state != FOLDED:
+            reasons[site.path] = site.center.reason or "its mean cannot be folded"
+    return reasons
+
+
+def _refusal(stream: ResidualStream, not_folded: dict[str, str], fixed: int) -> str | None:
+    """Return why a stream of a folded model cannot have a scale channel, or None."""
+    if stream.refused is not None:
+        return stream.refused
+    for site in stream.sites:
+        if site.path in not_folded:
+            return f"{site.path}: {not_folded[site.path]}"
+        if site.kind != "rmsnorm" or site.dim != -1:
+            return f"{site.path} does not normalize over the last axis"
+    channels = stream.sites[0].normalized_shape[0]
+    if fixed >= channels:
+        return f"it has {channels} channels, and {fixed} of them cannot be fixed"
+    return None
+
+
+def _edit_(
+    model: nn.Module, stream: ResidualStream, batches: list[Batch], fixed: int
+) -> FreedStream:
+    """Give one stream a scale channel."""
+    norms = [model.get_submodule(site.path) for site in stream.sites]
+    gram = _gram(model, norms, batches)
+    basis = choose_basis(stream, gram)
+    rotate_(stream, basis)
+    clear_last_(stream)
+    channel = len(gram) - 1
+    positions = tuple(range(fixed))
+    if stream.entry in ("embedding", "sum of embeddings"):
+        fill_tables_(stream, channel, positions)
+    weight = stream.writers[0].weight.slot.tensor
+    replacements: dict[nn.Module, nn.Module] = {}
+    rows: dict[int, str] = {}
+    for site, norm, written in zip(stream.sites, norms, stream.written, strict=True):
+        # The layer's weight is 1, and 0 in the channel.
+        layer = RMSNorm(
+            channel + 1,
+            site.eps,
+            dim=-1,
+            without=channel,
+            output_dtype=site.output_rule,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        layer.requires_grad_(weight.requires_grad)
+        take_over_(layer, norm, None)
+        writers = []
+        for place in written:
+            writer = row_writer(stream.writers[place])
+            if writer is not None and place not in rows:
+                rows[place] = writer.path
+                writers.append(writer)
+                give_bias_(model.get_submodule(writer.path))
+        set_scale_channel_(layer, ScaleChannel(channel, positions, tuple(writers)))
+        replacements[norm] = layer
+    swap_(model, replacements)
+    return FreedStream(
+        norms=[site.path for site in stream.sites],
+        channel=channel,
+        fixed=fixed,
+        fixed_energy=float(basis.energy[:fixed].sum()),
+        lost_energy=float(basis.energy[-1]),
+        writers=list(rows.values()),
+    )
+
+
+@torch.no_grad()
+def _gram(model: nn.Module, norms: Sequence[nn.Module], batches: Sequence[Batch]) -> Tensor:
+    """Return the sum of x x^T / x^T x over the tokens at all norms, (C, C) in float64."""
+    total: list[Tensor] = []
+
+    def add(norm: nn.Module, args: tuple[Any, ...]) -> None:
+        x = args[0].flatten(0, -2)
+        x = x if x.dtype == torch.float64 else x.float()
+        x = nn.functional.normalize(x, dim=-1)
+        product = (x.T @ x).to("cpu", torch.float64)
+        total[:] = [total[0] + product if total else product]
+
+    handles = [norm.register_forward_pre_hook(add) for norm in norms]
+    try:
+        with undisturbed(model, batches, evaluate=True):
+            for batch in batches:
+                call(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not total:
+        raise DataError("the batches must reach the norms of the stream, but none did")
+    return total[0]
+
+
+def _outputs(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the main output of a model for a batch."""
+    with torch.no_grad(), undisturbed(model, batch, evaluate=True):
+        return output_tensor(call(model, batch), batch)[1]
+
+
+def _change(before: Tensor, after: Tensor) -> float:
+    scale = before.double().norm()
+    return float((after.double() - before.double()).norm() / scale.clamp_min(1e-30))

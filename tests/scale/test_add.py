@@ -1,0 +1,260 @@
+"""The scale channel on small random models of transformers: the edit is exact, and the rest works on."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynorm
+from dynorm.batches import call
+from dynorm.fold.check import Wide
+from dynorm.outputs import output_tensor
+from dynorm.replace.converted import dynorm_layers
+from dynorm.scale.edit import choose_basis, rotate_
+from dynorm.stream import find_streams
+
+transformers = pytest.importorskip("transformers")
+
+C = 16
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": C,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+OTHER_SIZES = {"vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = OTHER_SIZES | {"n_embd": C, "n_layer": 2, "n_head": 4, "n_positions": 32}
+IMAGES = {"image_size": 16, "patch_size": 4, "num_channels": 3}
+
+# The class of the config and of the model, its arguments, and whether it has LayerNorms.
+MODELS: dict[str, tuple[str, str, dict[str, Any], bool]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", SIZES, False),
+    "llama, tied": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        SIZES | {"tie_word_embeddings": True},
+        False,
+    ),
+    "mistral": ("MistralConfig", "MistralForCausalLM", SIZES, False),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", SIZES, False),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", SIZES, False),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", SIZES, False),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", SIZES | {"residual_multiplier": 0.3}, False),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2, True),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZES, True),
+    "gptj": (
+        "GPTJConfig",
+        "GPTJForCausalLM",
+        OTHER_SIZES | {"n_embd": C, "n_layer": 2, "n_head": 4, "n_positions": 32, "rotary_dim": 4},
+        True,
+    ),
+    "phi": ("PhiConfig", "PhiForCausalLM", SIZES, True),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", SIZES, True),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", SIZES, True),
+    "olmo": ("OlmoConfig", "OlmoForCausalLM", SIZES, True),
+    "opt": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        SIZES | {"ffn_dim": 24, "word_embed_proj_dim": C},
+        True,
+    ),
+    "vit": ("ViTConfig", "ViTForImageClassification", SIZES | IMAGES, True),
+}
+
+
+def tiny(name: str) -> tuple[nn.Module, list[dict[str, Tensor]], bool]:
+    """Return a model in float64 with random weights, batches, and whether its norms centre."""
+    config, kind, arguments, centres = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**arguments)).double().eval()
+    for parameter in model.parameters():
+        # Norms with other weights than 1, biases other than 0.
+        nn.init.normal_(parameter, 0.3, 0.4)
+    batches = []
+    for _ in range(6):
+        if "image_size" in arguments:
+            batches.append({"pixel_values": torch.randn(4, 3, 16, 16).double()})
+        else:
+            batches.append({"input_ids": torch.randint(3, 40, (4, 12))})
+    return model, batches, centres
+
+
+def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    # Wide, because a norm of transformers computes in float32 also in a float64 model.
+    is_wide = next(model.parameters()).dtype == torch.float64
+    with torch.no_grad(), Wide() if is_wide else nullcontext():
+        return output_tensor(call(model, batch), batch)[1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_edit_changes_no_output(name: str) -> None:
+    """An RMSNorm's stream is compared before the direction of least energy goes."""
+    model, batches, centres = tiny(name)
+    before = logits(model, batches[-1])
+    if centres:
+        report = dynorm.add_scale_channel_(model, batches, fixed=3)
+        assert report.refused == {}
+        assert report.streams[0].lost_energy == 0
+    else:
+        dynorm.fold_(model, batches[0], constants=False, add_bias=True, untie=True)
+        # Qwen3 also normalizes the heads of queries and keys.
+        streams = find_streams(model, batches[0], untie=True)
+        stream = max(streams, key=lambda stream: len(stream.sites))
+        gram = torch.randn(C, C, dtype=torch.float64)
+        rotate_(stream, choose_basis(stream, gram @ gram.T))
+    torch.testing.assert_close(logits(model, batches[-1]), before, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "gemma", "gpt2", "gpt_neox"])
+def test_the_rows_keep_the_size_of_each_token(name: str) -> None:
+    """With the rows, the error of the sum is a third smaller than without them, on a new batch."""
+    model, batches, _ = tiny(name)
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+    layers = dynorm_layers(model)
+    dynorm.calibrate_(model, batches[:5], lean=0)
+    errors = sum_errors(model, batches[5])
+    for path, layer in layers.items():
+        assert layer.witness_channels == (C - 1, 0, 1, 2), path
+    for layer in layers.values():
+        layer.log_gain.data[0] = -30.0
+    without = sum_errors(model, batches[5])
+    assert errors < without * 2 / 3
+
+
+def sum_errors(model: nn.Module, batch: dict[str, Tensor]) -> float:
+    """Return the root mean square of log(estimate / sum) over all layers' tokens."""
+    squares = []
+
+    def look(layer: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
+        x = args[0]
+        rest = x.clone()
+        rest[..., C - 1] = 0
+        read = x[..., list(layer.witness_channels)].square()
+        estimate = layer.beta() + read @ layer.log_gain.exp()
+        squares.append((estimate / rest.square().sum(-1)).log().square().mean())
+
+    handles = [layer.register_forward_hook(look) for layer in dynorm_layers(model).values()]
+    logits(model, batch)
+    for handle in handles:
+        handle.remove()
+    return float(torch.stack(squares).mean().sqrt())
+
+
+def test_a_model_that_returns_its_stream_is_refused_and_stays_as_it_was() -> None:
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(**(SIZES | IMAGES))
+    model = transformers.ViTModel(config, add_pooling_layer=False).eval()
+    batch = {"pixel_values": torch.randn(2, 3, 16, 16)}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(dynorm.errors.ModelError, match=r"the model returns it; use witnesses"):
+        dynorm.add_scale_channel_(model, [batch])
+    after = model.state_dict()
+    assert list(after) == list(before)
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
+
+
+def converted(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    """Return a calibrated model with a scale channel, in float32, and batches."""
+    model, batches, _ = tiny(name)
+    model = model.float()
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+    dynorm.calibrate_(model, batches, lean=0)
+    return model, batches
+
+
+def test_a_second_calibration_gives_the_same_rows() -> None:
+    model, batches = converted("gpt2")
+    before = copy.deepcopy(model.state_dict())
+    dynorm.calibrate_(model, batches, lean=0)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_the_layers_give_0_in_the_channel_as_their_norms_do() -> None:
+    model, batches = converted("llama, tied")
+    layer = next(iter(dynorm_layers(model).values()))
+    assert (layer(torch.randn(5, C))[:, C - 1] == 0).all()
+    dynorm.measure(model, batches)
+
+
+def test_an_original_without_the_channel_is_refused() -> None:
+    """Its norms see other channels, so that every comparison with them would be wrong."""
+    model, batches = converted("llama, tied")
+    original = tiny("llama, tied")[0].float()
+    with pytest.raises(
+        dynorm.errors.ModelError, match=r"original must be a copy .* after add_scale"
+    ):
+        dynorm.measure(model, batches, original=original)
+    with pytest.raises(
+        dynorm.errors.ModelError, match=r"teacher must be a copy .* after add_scale"
+    ):
+        dynorm.distill_(model, batches, teacher=original, steps=1)
+
+
+def test_distillation_keeps_the_layers_at_0_in_the_channel() -> None:
+    model, batches, _ = tiny("llama, tied")
+    model = model.float()
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    teacher = copy.deepcopy(model)
+    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+    dynorm.calibrate_(model, batches, lean=0)
+    dynorm.distill_(model, batches, teacher=teacher, steps=2)
+    for path, layer in dynorm_layers(model).items():
+        assert layer.weight[C - 1] == 0, path
+
+
+def test_restored_norms_leave_the_channel_out() -> None:
+    model, batches = converted("gpt2")
+    original, _, _ = tiny("gpt2")
+    expected = logits(original.float(), batches[0])
+    dynorm.restore_(model)
+    torch.testing.assert_close(logits(model, batches[0]), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_saved_model_loads_with_its_rows(tmp_path: Path) -> None:
+    model, batches = converted("llama, tied")
+    expected = logits(model, batches[0])
+    dynorm.save(model, tmp_path / "model")
+    loaded = dynorm.load(tmp_path / "model")
+    torch.testing.assert_close(logits(loaded, batches[0]), expected)
+
+
+def test_a_fold_takes_what_is_left_of_the_layers() -> None:
+    model, batches = converted("llama, tied")
+    expected = logits(model, batches[0])
+    dynorm.fold_(model, batches[0])
+    torch.testing.assert_close(logits(model, batches[0]), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batches": []}, "must hold at least one batch"),
+        ({"fixed": -1}, "fixed must be an integer"),
+        ({"fixed": C}, "cannot be fixed"),
+    ],
+)
+def test_bad_arguments_are_refused_and_the_model_stays(
+    arguments: dict[str, Any], message: str
+) -> None:
+    model, batches, _ = tiny("gpt2")
+    before = logits(model, batches[0])
+    with pytest.raises(dynorm.errors.DynormError, match=message):
+        dynorm.add_scale_channel_(model, **({"batches": batches} | arguments))
+    assert torch.equal(logits(model, batches[0]), before)
