@@ -12,6 +12,7 @@ from dynorm.errors import CalibrationWarning, ModelError
 from dynorm.family import NAMES
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
+from dynorm.replace.channel import scale_channel_of
 from dynorm.site import NormSite
 from dynorm.wrappers import plain_modules, without_wrappers
 
@@ -121,10 +122,17 @@ def norms_of(
 
 
 def _reads_scale_channel(layer: PointwiseNorm) -> bool:
-    """Return whether the first witness is a scale channel: the layer's output there is always 0."""
-    if layer.weight is None or not layer.witness_channels:
+    """Return whether a layer reads a scale channel."""
+    replaced = replaced_by(layer)
+    if replaced is not None:
+        return scale_channel_of(replaced.module) is not None
+    # It was loaded. A scale channel is the last channel and the first witness, and the layer's
+    # output there is 0.
+    channel = layer.channels - 1
+    if layer.weight is None or layer.witness_channels[:1] != (channel,):
         return False
-    return float(layer.weight.detach().flatten()[layer.witness_channels[0]]) == 0
+    weight = layer.weight.detach().flatten()
+    return bool(weight[channel] == 0) and bool(weight[:channel].all())
 
 
 def warn_of_defaults(model: nn.Module) -> None:

@@ -43,11 +43,11 @@ def choose_basis(stream: ResidualStream, gram: Tensor) -> Basis:
     the channels, as a folded LayerNorm leaves them, write nothing along 1 / sqrt(C).
     """
     channels = len(gram)
-    ones = torch.full((channels,), channels**-0.5, dtype=torch.float64)
+    ones = torch.full((channels,), channels**-0.5, dtype=torch.float64, device="cpu")
     is_exact = all(_leaves_out(writer, ones) for writer in stream.writers)
     if is_exact:
         # The other directions must be orthogonal to it, to the last digit.
-        keep = torch.eye(channels, dtype=torch.float64) - torch.outer(ones, ones)
+        keep = torch.eye(channels, dtype=torch.float64, device="cpu") - torch.outer(ones, ones)
         gram = keep @ gram @ keep - gram.trace() * torch.outer(ones, ones)
     energy, directions = torch.linalg.eigh(gram)
     energy = energy.flip(0)
