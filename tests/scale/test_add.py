@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.batches import call
+from dynorm.fit import calibrate
 from dynorm.fold.check import Wide
 from dynorm.outputs import output_tensor
 from dynorm.replace.converted import dynorm_layers
@@ -258,3 +259,33 @@ def test_bad_arguments_are_refused_and_the_model_stays(
     with pytest.raises(dynorm.errors.DynormError, match=message):
         dynorm.add_scale_channel_(model, **({"batches": batches} | arguments))
     assert torch.equal(logits(model, batches[0]), before)
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "vit"])
+def test_the_layers_see_in_the_fit_the_channel_that_they_see_afterwards(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OPT flattens its tokens before some norms, so that features and tokens differ in shape."""
+    model, batches, _ = tiny(name)
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+    during: dict[str, Tensor] = {}
+    fit_layer = calibrate._Group._fit_layer
+
+    def keep(group: Any, choice: Any, runs: Any, *rest: Any) -> None:
+        during[choice.path] = runs[0].call.x.flatten(0, -2)[:, C - 1].clone()
+        fit_layer(group, choice, runs, *rest)
+
+    monkeypatch.setattr(calibrate._Group, "_fit_layer", keep)
+    dynorm.calibrate_(model, batches[:5], lean=0)
+    after: dict[str, Tensor] = {}
+    for path, layer in dynorm_layers(model).items():
+
+        def look(layer: Any, args: tuple[Tensor, ...], path: str = path) -> None:
+            after[path] = args[0].flatten(0, -2)[:, C - 1].clone()
+
+        layer.register_forward_pre_hook(look)
+    logits(model, batches[0])
+    assert len(after) == len(during) > 4
+    for path, values in during.items():
+        torch.testing.assert_close(after[path], values, msg=path)

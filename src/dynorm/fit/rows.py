@@ -150,10 +150,12 @@ class ScaleRows:
             writer.set_(row)
         for run, features in zip(runs, inputs, strict=True):
             assert run.call is not None
+            x = run.call.x
             for writer, value in zip(site.writers, features, strict=True):
-                # The token itself and not a copy, because the model goes on with it.
-                if value is not None and value.shape[:-1] == run.call.x.shape[:-1]:
-                    run.call.x[..., site.channel.channel] += writer.change(value)
+                if value is not None and _has_same_tokens(value, x):
+                    change = writer.change(value).reshape(x.shape[:-1])
+                    # The token itself and not a copy, because the model goes on with it.
+                    x[..., site.channel.channel] += change
 
     def _solve(
         self, site: _Site, runs: Sequence[Run], inputs: Sequence[Sequence[Tensor | None]]
@@ -164,11 +166,14 @@ class ScaleRows:
         products = torch.zeros(size, size, dtype=torch.float64, device=site.writers[0].row.device)
         for run, features in zip(runs, inputs, strict=True):
             assert run.call is not None
-            x = run.counted(run.call.x)
-            columns = [run.counted(value) for value in features if value is not None]
+            values = [value for value in features if value is not None]
             # A layer on some tokens, such as the first one, does not show which they are.
-            is_followed = all(len(column) == len(x) for column in columns)
-            if len(columns) < len(features) or not is_followed:
+            is_followed = all(_has_same_tokens(value, run.call.x) for value in values)
+            if len(values) < len(features) or not is_followed:
+                continue
+            x = run.counted(run.call.x)
+            columns = [run.counted(value) for value in values]
+            if any(len(column) != len(x) for column in columns):
                 continue
             wanted = site.wanted(x)
             change = wanted - x[:, site.channel.channel]
@@ -188,6 +193,20 @@ class ScaleRows:
         # The layers' constants add up, so that one of them is enough.
         rows[-1][-1] = solution[-1]
         return rows
+
+
+def _has_same_tokens(features: Tensor, x: Tensor) -> bool:
+    """Return whether features and a value of the stream are of the same tokens, in the same order.
+
+    A model may flatten its tokens between the two, as OPT does, but (batch, time) and (time, batch)
+    are different orders.
+    """
+    tokens = features.shape[:-1]
+    tokens_of_x = x.shape[:-1]
+    if tokens == tokens_of_x:
+        return True
+    is_flat = len(tokens) == 1 or len(tokens_of_x) == 1
+    return is_flat and tokens.numel() == tokens_of_x.numel()
 
 
 def _products(table: Tensor) -> Tensor:
