@@ -289,3 +289,14 @@ def test_the_layers_see_in_the_fit_the_channel_that_they_see_afterwards(
     assert len(after) == len(during) > 4
     for path, values in during.items():
         torch.testing.assert_close(after[path], values, msg=path)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_second_channel_is_refused(name: str) -> None:
+    """The rotation would mix the first channel, which the norms leave out, with the others."""
+    model, batches, _ = tiny(name)
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    before = logits(model, batches[0])
+    with pytest.raises(dynorm.errors.ModelError, match="must not have a scale channel yet"):
+        dynorm.add_scale_channel_(model, batches, fixed=3)
+    assert torch.equal(logits(model, batches[0]), before)

@@ -138,8 +138,8 @@ def add_scale_channel_(
 
     Raises:
         ArgumentError: ``fixed`` is negative.
-        ModelError: no stream can be edited (the message has the reasons), the model cannot be
-            traced, or its outputs changed. It is then as it was.
+        ModelError: no stream can be edited (the message has the reasons), the model has a scale
+            channel already, cannot be traced, or its outputs changed. It is then as it was.
         DataError: there is no batch, or the model cannot be run on one.
 
     Example:
@@ -159,6 +159,7 @@ def add_scale_channel_(
     """
     fixed = check_count("fixed", fixed, 0)
     require_plain_model(model)
+    _require_no_channel(model)
     looked_at = list(islice(iterate(batches), _BATCHES))
     args, kwargs = arguments(model, looked_at[0])
     before = _outputs(model, looked_at[0])
@@ -187,6 +188,16 @@ def add_scale_channel_(
                 "back. A branch that the first batch does not take may read the stream"
             )
     return ScaleChannelReport(freed, refused, change)
+
+
+def _require_no_channel(model: nn.Module) -> None:
+    """Refuse a model with a scale channel: the second rotation would mix it with the others."""
+    for path, module in model.named_modules():
+        if isinstance(module, RMSNorm) and module.without is not None:
+            raise ModelError(
+                f"the model must not have a scale channel yet, but {path!r} leaves one out: call "
+                "add_scale_channel_ once, on a copy of the original"
+            )
 
 
 def _config_of(model: nn.Module) -> list[Any]:
