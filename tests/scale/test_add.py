@@ -300,3 +300,13 @@ def test_a_second_channel_is_refused(name: str) -> None:
     with pytest.raises(dynorm.errors.ModelError, match="must not have a scale channel yet"):
         dynorm.add_scale_channel_(model, batches, fixed=3)
     assert torch.equal(logits(model, batches[0]), before)
+
+
+def test_annealing_is_refused() -> None:
+    """At the start an annealed layer is the norm over all channels, with the scale channel."""
+    model, batches, _ = tiny("gpt2")
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    before = logits(model, batches[0])
+    with pytest.raises(dynorm.errors.ModelError, match="cannot be annealed"):
+        dynorm.convert_(model, dynorm.find_norms(model, batches[0]), "annealed")
+    assert torch.equal(logits(model, batches[0]), before)
