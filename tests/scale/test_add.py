@@ -310,3 +310,15 @@ def test_annealing_is_refused() -> None:
     with pytest.raises(dynorm.errors.ModelError, match="cannot be annealed"):
         dynorm.convert_(model, dynorm.find_norms(model, batches[0]), "annealed")
     assert torch.equal(logits(model, batches[0]), before)
+
+
+def test_an_edited_model_that_was_loaded_is_not_converted_without_its_rows(tmp_path: Path) -> None:
+    """The record of the channel is not saved, and other witnesses would count it as a channel."""
+    model, batches, _ = tiny("gpt2")
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    expected = logits(model, batches[0])
+    dynorm.save(model, tmp_path / "model")
+    loaded = dynorm.load(tmp_path / "model")
+    torch.testing.assert_close(logits(loaded, batches[0]), expected)
+    with pytest.raises(dynorm.errors.ModelError, match="record of its rows is not saved"):
+        dynorm.convert_(loaded, dynorm.find_norms(loaded, batches[0]))
