@@ -322,3 +322,42 @@ def test_an_edited_model_that_was_loaded_is_not_converted_without_its_rows(tmp_p
     torch.testing.assert_close(logits(loaded, batches[0]), expected)
     with pytest.raises(dynorm.errors.ModelError, match="record of its rows is not saved"):
         dynorm.convert_(loaded, dynorm.find_norms(loaded, batches[0]))
+
+
+class FirstToken(nn.Module):
+    """Reads only the first token of its stream at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, C)
+        self.norm = nn.LayerNorm(C)
+        self.up = nn.Linear(C, 24)
+        self.down = nn.Linear(24, C)
+        self.last_norm = nn.LayerNorm(C)
+        self.head = nn.Linear(C, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        x = x + self.down(self.up(self.norm(x)).relu())
+        return self.head(self.last_norm(x[:, 0]))
+
+
+def encoder_of_torch() -> nn.Module:
+    """Return a pre-norm encoder of torch, whose attention does not call its ``out_proj``."""
+    layer = nn.TransformerEncoderLayer(C, 4, 24, norm_first=True, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(C), enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(40, C), encoder, nn.Linear(C, 5))
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [(FirstToken, "down"), (encoder_of_torch, r"1\.layers\.0\.self_attn\.out_proj")],
+)
+def test_a_row_that_cannot_be_fitted_is_named(make: Any, path: str) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    batches = [torch.randint(40, (4, 12)) for _ in range(4)]
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+    with pytest.warns(dynorm.errors.CalibrationWarning, match=f"the rows of {path}.* stay 0"):
+        dynorm.calibrate_(model, batches, lean=0)

@@ -106,6 +106,8 @@ class ScaleRows:
     def __init__(self, model: nn.Module, layers: Iterable[PointwiseNorm], ranks: Ranks) -> None:
         self._ranks = ranks
         self._sites: dict[PointwiseNorm, _Site] = {}
+        # Paths of the writers whose rows stay 0, because no token was followed through them.
+        self.not_followed: list[str] = []
         for layer in layers:
             norm = replaced_by(layer)
             channel = None if norm is None else scale_channel_of(norm.module)
@@ -145,7 +147,9 @@ class ScaleRows:
         inputs = []
         for run in runs:
             inputs.append([run.features(writer.module) for writer in site.writers])
-        rows = self._solve(site, runs, inputs)
+        rows, is_followed = self._solve(site, runs, inputs)
+        if not is_followed:
+            self.not_followed += [writer.path for writer in site.channel.writers]
         for writer, row in zip(site.writers, rows, strict=True):
             writer.set_(row)
         for run, features in zip(runs, inputs, strict=True):
@@ -159,8 +163,8 @@ class ScaleRows:
 
     def _solve(
         self, site: _Site, runs: Sequence[Run], inputs: Sequence[Sequence[Tensor | None]]
-    ) -> list[Tensor]:
-        """Return the row of each writer, with its constant; 0 if no token can be followed."""
+    ) -> tuple[list[Tensor], bool]:
+        """Return each writer's row with its constant, and whether a token was followed; if not, they are 0."""
         widths = [writer.width for writer in site.writers]
         size = sum(widths) + 2
         products = torch.zeros(size, size, dtype=torch.float64, device=site.writers[0].row.device)
@@ -182,6 +186,8 @@ class ScaleRows:
             products += _products(table / wanted[:, None])
         products = self._ranks.summed(products)
         gram = products[:-1, :-1]
+        # The sum of the squared weights of the tokens.
+        count = float(gram[-1, -1])
         # The ridge is on the features, and not on the constant.
         ridge = _RIDGE * gram.diagonal()[:-1].mean()
         gram.diagonal()[:-1] += ridge
@@ -192,7 +198,7 @@ class ScaleRows:
             rows.append(torch.cat([part, part.new_zeros(1)]))
         # The layers' constants add up, so that one of them is enough.
         rows[-1][-1] = solution[-1]
-        return rows
+        return rows, count > 0
 
 
 def _has_same_tokens(features: Tensor, x: Tensor) -> bool:
