@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -361,3 +362,61 @@ def test_a_row_that_cannot_be_fitted_is_named(make: Any, path: str) -> None:
     dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
     with pytest.warns(dynorm.errors.CalibrationWarning, match=f"the rows of {path}.* stay 0"):
         dynorm.calibrate_(model, batches, lean=0)
+
+
+class Branch(nn.Module):
+    """Its stream is linear only for 12 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, C)
+        self.norm = nn.RMSNorm(C)
+        self.head = nn.Linear(C, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        if x.shape[1] != 12:
+            x = x.tanh()
+        return self.head(self.norm(x))
+
+
+def test_another_branch_of_an_rmsnorm_model_is_noticed() -> None:
+    """The loss of a direction changes the outputs, so they are compared before."""
+    torch.manual_seed(0)
+    model = Branch().eval()
+    batches = [torch.randint(40, (4, 12)), torch.randint(40, (4, 9))]
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(dynorm.errors.ModelError, match="must stay the same"):
+        dynorm.add_scale_channel_(model, batches, fixed=3)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_activations_that_are_not_finite_are_refused() -> None:
+    model, batches, _ = tiny("gpt2")
+    model.transformer.wte.weight.data[batches[0]["input_ids"][0, 0]] = math.nan
+    with pytest.raises(dynorm.errors.DataError, match="activations must be finite"):
+        dynorm.add_scale_channel_(model, batches, fixed=3)
+
+
+class TwoStreams(nn.Module):
+    """The logits are the sum of two streams' heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList([nn.Embedding(40, C), nn.Embedding(40, C)])
+        self.norms = nn.ModuleList([nn.RMSNorm(C), nn.RMSNorm(C)])
+        self.heads = nn.ModuleList([nn.Linear(C, 5), nn.Linear(C, 5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.norms[k](self.embeddings[k](x)) for k in range(2)]
+        return self.heads[0](parts[0]) + self.heads[1](parts[1])
+
+
+def test_each_of_two_streams_is_compared_with_itself() -> None:
+    torch.manual_seed(0)
+    model = TwoStreams().eval()
+    batches = [torch.randint(40, (4, 12)) for _ in range(3)]
+    report = dynorm.add_scale_channel_(model, batches, fixed=3)
+    assert [stream.norms for stream in report.streams] == [["norms.0"], ["norms.1"]]
+    assert all(stream.lost_energy > 0 for stream in report.streams)

@@ -1,8 +1,9 @@
 """``add_scale_channel_``: free a channel of a model's residual stream for the size of each token."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -162,7 +163,9 @@ def add_scale_channel_(
     _require_no_channel(model)
     looked_at = list(islice(iterate(batches), _BATCHES))
     args, kwargs = arguments(model, looked_at[0])
-    before = _outputs(model, looked_at[0])
+    # The last batch may take another branch than the first, which is traced.
+    compared = [looked_at[0], looked_at[-1]] if len(looked_at) > 1 else looked_at
+    before = [_outputs(model, batch) for batch in compared]
     _require_a_stream(find_streams(model, *args, untie=True, **kwargs))
     freed = []
     refused: dict[str, str] = {}
@@ -174,20 +177,32 @@ def add_scale_channel_(
         for stream in find_streams(model, *args, untie=True, **kwargs):
             reason = _refusal(stream, not_folded, fixed)
             if reason is None:
-                freed.append(_edit_(model, stream, looked_at, fixed))
+                # The stream before may have lost a direction.
+                now = [_outputs(model, batch) for batch in compared] if freed else before
+                require_same = partial(_require_same, model, compared, now)
+                freed.append(_edit_(model, stream, looked_at, fixed, require_same))
             else:
                 refused[stream.sites[0].path] = reason
         if not freed:
             raise ModelError(f"no residual stream can be edited: {_listed(refused)}")
-        change = _change(before, _outputs(model, looked_at[0]))
-        is_exact = all(stream.lost_energy == 0 for stream in freed)
-        allowed = _ROUNDING.get(before.dtype, _ROUNDING_OF_HALVES)
-        if not math.isfinite(change) or (is_exact and change > allowed):
+        change = _change(before[0], _outputs(model, looked_at[0]))
+        if not math.isfinite(change):
+            raise ModelError("the outputs must stay finite, but did not; everything was put back")
+        if all(stream.lost_energy == 0 for stream in freed):
+            _require_same(model, compared, before)
+    return ScaleChannelReport(freed, refused, change)
+
+
+def _require_same(model: nn.Module, batches: Sequence[Batch], before: Sequence[Tensor]) -> None:
+    """Refuse an edit that must keep the outputs for some batches, but did not."""
+    for batch, outputs in zip(batches, before, strict=True):
+        change = _change(outputs, _outputs(model, batch))
+        allowed = _ROUNDING.get(outputs.dtype, _ROUNDING_OF_HALVES)
+        if not change <= allowed:
             raise ModelError(
                 f"the outputs must stay the same, but changed by {change:.1e}; everything was put "
-                "back. A branch that the first batch does not take may read the stream"
+                "back. A branch that the first batch does not take may read or write the stream"
             )
-    return ScaleChannelReport(freed, refused, change)
 
 
 def _require_no_channel(model: nn.Module) -> None:
@@ -248,13 +263,19 @@ def _refusal(stream: ResidualStream, not_folded: dict[str, str], fixed: int) -> 
 
 
 def _edit_(
-    model: nn.Module, stream: ResidualStream, batches: list[Batch], fixed: int
+    model: nn.Module,
+    stream: ResidualStream,
+    batches: list[Batch],
+    fixed: int,
+    require_same: Callable[[], None],
 ) -> FreedStream:
-    """Give one stream a scale channel."""
+    """Give one stream a scale channel; ``require_same`` is called after its exact part."""
     norms = [model.get_submodule(site.path) for site in stream.sites]
     gram = _gram(model, norms, batches)
     basis = choose_basis(stream, gram)
     rotate_(stream, basis)
+    # Also for an RMSNorm's stream, whose outputs change only when the last direction goes.
+    require_same()
     clear_last_(stream)
     channel = len(gram) - 1
     positions = tuple(range(fixed))
@@ -306,6 +327,11 @@ def _gram(model: nn.Module, norms: Sequence[nn.Module], batches: Sequence[Batch]
         x = x if x.dtype == torch.float64 else x.float()
         x = nn.functional.normalize(x, dim=-1)
         product = (x.T @ x).to("cpu", torch.float64)
+        if not product.isfinite().all():
+            raise DataError(
+                "activations must be finite, but a norm of the stream saw NaN, inf or values whose "
+                "squares overflow: look for an overflow (float16?) or bad inputs"
+            )
         total[:] = [total[0] + product if total else product]
 
     handles = [norm.register_forward_pre_hook(add) for norm in norms]
