@@ -420,3 +420,24 @@ def test_each_of_two_streams_is_compared_with_itself() -> None:
     report = dynorm.add_scale_channel_(model, batches, fixed=3)
     assert [stream.norms for stream in report.streams] == [["norms.0"], ["norms.1"]]
     assert all(stream.lost_energy > 0 for stream in report.streams)
+
+
+def test_two_streams_may_share_a_table() -> None:
+    torch.manual_seed(0)
+    model = TwoStreams().eval()
+    model.norms = nn.ModuleList([nn.LayerNorm(C), nn.LayerNorm(C)]).eval()
+    model.embeddings[1].weight = model.embeddings[0].weight
+    report = dynorm.add_scale_channel_(model, [torch.randint(40, (4, 12))], fixed=3)
+    assert len(report.streams) == 2
+    assert report.change < 1e-5
+
+
+def test_a_fit_that_repairs_layers_before_it_stays_finite() -> None:
+    """The target in the scale channel is 0, and least squares gave 0 * infinity for its weight."""
+    model, batches, _ = tiny("llama")
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+    dynorm.calibrate_(model, batches, lean=0.7)
+    for path, layer in dynorm_layers(model).items():
+        assert layer.weight[C - 1] == 0, path
+        assert layer.weight.isfinite().all(), path

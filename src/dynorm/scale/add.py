@@ -19,6 +19,7 @@ from dynorm.guard import require_plain_model, unchanged_on_error, undisturbed
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.outputs import output_tensor
 from dynorm.replace.channel import ScaleChannel, set_scale_channel_
+from dynorm.replace.edits import set_untied_
 from dynorm.replace.swap import swap_, take_over_
 from dynorm.scale.edit import (
     choose_basis,
@@ -27,6 +28,7 @@ from dynorm.scale.edit import (
     give_bias_,
     rotate_,
     row_writer,
+    slots_of,
 )
 from dynorm.stream.find import ResidualStream, find_streams
 from dynorm.table import Column, Plain, Table
@@ -173,8 +175,15 @@ def add_scale_channel_(
     tensors = [*model.parameters(), *model.buffers()]
     with unchanged_on_error([*holders, *_config_of(model)], tensors):
         not_folded = _fold_(model, args, kwargs)
-        # A stream may be found only if the embedding is no longer tied to the head.
-        for stream in find_streams(model, *args, untie=True, **kwargs):
+        seen: set[str] = set()
+        while True:
+            # Found again after each edit, which may have untied a table that two streams share.
+            streams = find_streams(model, *args, untie=True, **kwargs)
+            left = [stream for stream in streams if stream.sites[0].path not in seen]
+            if not left:
+                break
+            stream = left[0]
+            seen.add(stream.sites[0].path)
             reason = _refusal(stream, not_folded, fixed)
             if reason is None:
                 # The stream before may have lost a direction.
@@ -273,6 +282,7 @@ def _edit_(
     norms = [model.get_submodule(site.path) for site in stream.sites]
     gram = _gram(model, norms, batches)
     basis = choose_basis(stream, gram)
+    _untie_others_(model, stream)
     rotate_(stream, basis)
     # Also for an RMSNorm's stream, whose outputs change only when the last direction goes.
     require_same()
@@ -315,6 +325,18 @@ def _edit_(
         lost_energy=float(basis.energy[-1]),
         writers=list(rows.values()),
     )
+
+
+def _untie_others_(model: nn.Module, stream: ResidualStream) -> None:
+    """Give holders of a table outside the stream, such as another stream, their own copies."""
+    owners: dict[Tensor, set[tuple[nn.Module, str]]] = {}
+    for slot in slots_of(stream):
+        held_by = owners.setdefault(slot.tensor, set())
+        held_by.update((owner.module, owner.name) for owner in slot.owners)
+    for module in list(model.modules()):
+        for name, tensor in list(module._parameters.items()):
+            if tensor in owners and (module, name) not in owners[tensor]:
+                set_untied_(module, name, tensor, tensor)
 
 
 @torch.no_grad()
