@@ -18,7 +18,7 @@ from typing import Any, Literal, TypedDict
 from torch import nn
 
 from dynorm.arguments import check_count, check_not_negative, check_positive, check_share
-from dynorm.errors import ArgumentError, StorageError
+from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.family import AUTO, NAMES, layer_class
 from dynorm.files import write_text
 from dynorm.layers import AnnealedNorm, PointwiseNorm
@@ -431,6 +431,11 @@ class LayerOptions:
 
     def with_scale_channel(self, witnesses: Sequence[int]) -> LayerOptions:
         """Return the options for a site with a scale channel, which names the witnesses."""
+        if issubclass(self.kind, AnnealedNorm):
+            raise ModelError(
+                "a norm with a scale channel cannot be annealed, because the norm that an annealed "
+                "layer begins as reads all channels: convert to 'dyisru', and calibrate"
+            )
         to = Recipe.to if self.is_auto else self.to
         return replace(self, to=to, witnesses=witnesses, center=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.batches import call
+from dynorm.fit import calibrate
 from dynorm.fold.check import Wide
 from dynorm.outputs import output_tensor
 from dynorm.replace.converted import dynorm_layers
@@ -258,3 +260,184 @@ def test_bad_arguments_are_refused_and_the_model_stays(
     with pytest.raises(dynorm.errors.DynormError, match=message):
         dynorm.add_scale_channel_(model, **({"batches": batches} | arguments))
     assert torch.equal(logits(model, batches[0]), before)
+
+
+@pytest.mark.parametrize("name", ["opt", "gpt2", "vit"])
+def test_the_layers_see_in_the_fit_the_channel_that_they_see_afterwards(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OPT flattens its tokens before some norms, so that features and tokens differ in shape."""
+    model, batches, _ = tiny(name)
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+    during: dict[str, Tensor] = {}
+    fit_layer = calibrate._Group._fit_layer
+
+    def keep(group: Any, choice: Any, runs: Any, *rest: Any) -> None:
+        during[choice.path] = runs[0].call.x.flatten(0, -2)[:, C - 1].clone()
+        fit_layer(group, choice, runs, *rest)
+
+    monkeypatch.setattr(calibrate._Group, "_fit_layer", keep)
+    dynorm.calibrate_(model, batches[:5], lean=0)
+    after: dict[str, Tensor] = {}
+    for path, layer in dynorm_layers(model).items():
+
+        def look(layer: Any, args: tuple[Tensor, ...], path: str = path) -> None:
+            after[path] = args[0].flatten(0, -2)[:, C - 1].clone()
+
+        layer.register_forward_pre_hook(look)
+    logits(model, batches[0])
+    assert len(after) == len(during) > 4
+    for path, values in during.items():
+        torch.testing.assert_close(after[path], values, msg=path)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_second_channel_is_refused(name: str) -> None:
+    """The rotation would mix the first channel, which the norms leave out, with the others."""
+    model, batches, _ = tiny(name)
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    before = logits(model, batches[0])
+    with pytest.raises(dynorm.errors.ModelError, match="must not have a scale channel yet"):
+        dynorm.add_scale_channel_(model, batches, fixed=3)
+    assert torch.equal(logits(model, batches[0]), before)
+
+
+def test_annealing_is_refused() -> None:
+    """At the start an annealed layer is the norm over all channels, with the scale channel."""
+    model, batches, _ = tiny("gpt2")
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    before = logits(model, batches[0])
+    with pytest.raises(dynorm.errors.ModelError, match="cannot be annealed"):
+        dynorm.convert_(model, dynorm.find_norms(model, batches[0]), "annealed")
+    assert torch.equal(logits(model, batches[0]), before)
+
+
+def test_an_edited_model_that_was_loaded_is_not_converted_without_its_rows(tmp_path: Path) -> None:
+    """The record of the channel is not saved, and other witnesses would count it as a channel."""
+    model, batches, _ = tiny("gpt2")
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    expected = logits(model, batches[0])
+    dynorm.save(model, tmp_path / "model")
+    loaded = dynorm.load(tmp_path / "model")
+    torch.testing.assert_close(logits(loaded, batches[0]), expected)
+    with pytest.raises(dynorm.errors.ModelError, match="record of its rows is not saved"):
+        dynorm.convert_(loaded, dynorm.find_norms(loaded, batches[0]))
+
+
+class FirstToken(nn.Module):
+    """Reads only the first token of its stream at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, C)
+        self.norm = nn.LayerNorm(C)
+        self.up = nn.Linear(C, 24)
+        self.down = nn.Linear(24, C)
+        self.last_norm = nn.LayerNorm(C)
+        self.head = nn.Linear(C, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        x = x + self.down(self.up(self.norm(x)).relu())
+        return self.head(self.last_norm(x[:, 0]))
+
+
+def encoder_of_torch() -> nn.Module:
+    """Return a pre-norm encoder of torch, whose attention does not call its ``out_proj``."""
+    layer = nn.TransformerEncoderLayer(C, 4, 24, norm_first=True, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(C), enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(40, C), encoder, nn.Linear(C, 5))
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [(FirstToken, "down"), (encoder_of_torch, r"1\.layers\.0\.self_attn\.out_proj")],
+)
+def test_a_row_that_cannot_be_fitted_is_named(make: Any, path: str) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    batches = [torch.randint(40, (4, 12)) for _ in range(4)]
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+    with pytest.warns(dynorm.errors.CalibrationWarning, match=f"the rows of {path}.* stay 0"):
+        dynorm.calibrate_(model, batches, lean=0)
+
+
+class Branch(nn.Module):
+    """Its stream is linear only for 12 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, C)
+        self.norm = nn.RMSNorm(C)
+        self.head = nn.Linear(C, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        if x.shape[1] != 12:
+            x = x.tanh()
+        return self.head(self.norm(x))
+
+
+def test_another_branch_of_an_rmsnorm_model_is_noticed() -> None:
+    """The loss of a direction changes the outputs, so they are compared before."""
+    torch.manual_seed(0)
+    model = Branch().eval()
+    batches = [torch.randint(40, (4, 12)), torch.randint(40, (4, 9))]
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(dynorm.errors.ModelError, match="must stay the same"):
+        dynorm.add_scale_channel_(model, batches, fixed=3)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_activations_that_are_not_finite_are_refused() -> None:
+    model, batches, _ = tiny("gpt2")
+    model.transformer.wte.weight.data[batches[0]["input_ids"][0, 0]] = math.nan
+    with pytest.raises(dynorm.errors.DataError, match="activations must be finite"):
+        dynorm.add_scale_channel_(model, batches, fixed=3)
+
+
+class TwoStreams(nn.Module):
+    """The logits are the sum of two streams' heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList([nn.Embedding(40, C), nn.Embedding(40, C)])
+        self.norms = nn.ModuleList([nn.RMSNorm(C), nn.RMSNorm(C)])
+        self.heads = nn.ModuleList([nn.Linear(C, 5), nn.Linear(C, 5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.norms[k](self.embeddings[k](x)) for k in range(2)]
+        return self.heads[0](parts[0]) + self.heads[1](parts[1])
+
+
+def test_each_of_two_streams_is_compared_with_itself() -> None:
+    torch.manual_seed(0)
+    model = TwoStreams().eval()
+    batches = [torch.randint(40, (4, 12)) for _ in range(3)]
+    report = dynorm.add_scale_channel_(model, batches, fixed=3)
+    assert [stream.norms for stream in report.streams] == [["norms.0"], ["norms.1"]]
+    assert all(stream.lost_energy > 0 for stream in report.streams)
+
+
+def test_two_streams_may_share_a_table() -> None:
+    torch.manual_seed(0)
+    model = TwoStreams().eval()
+    model.norms = nn.ModuleList([nn.LayerNorm(C), nn.LayerNorm(C)]).eval()
+    model.embeddings[1].weight = model.embeddings[0].weight
+    report = dynorm.add_scale_channel_(model, [torch.randint(40, (4, 12))], fixed=3)
+    assert len(report.streams) == 2
+    assert report.change < 1e-5
+
+
+def test_a_fit_that_repairs_layers_before_it_stays_finite() -> None:
+    """The target in the scale channel is 0, and least squares gave 0 * infinity for its weight."""
+    model, batches, _ = tiny("llama")
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+    dynorm.calibrate_(model, batches, lean=0.7)
+    for path, layer in dynorm_layers(model).items():
+        assert layer.weight[C - 1] == 0, path
+        assert layer.weight.isfinite().all(), path

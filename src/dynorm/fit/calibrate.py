@@ -236,7 +236,8 @@ def calibrate_(
 
     Warns:
         CalibrationWarning: a layer was reached by no batch, or only by inputs that are the same in
-            every channel; it keeps its constants.
+            every channel; it keeps its constants. Or no token could be followed through a writer
+            of a scale channel; its row stays 0.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -277,6 +278,14 @@ def calibrate_(
         warnings.warn(
             f"kept the constants of {', '.join(unreached)}: no batch reached them, or only with "
             "inputs that are the same in every channel; give batches that use them",
+            CalibrationWarning,
+            stacklevel=2,
+        )
+    if rows.not_followed:
+        warnings.warn(
+            f"the rows of {', '.join(rows.not_followed)} for the scale channel stay 0, so that it "
+            "misses their changes: the model must call them as modules, on the tokens that the "
+            "next norm reads (nn.MultiheadAttention does not call its out_proj)",
             CalibrationWarning,
             stacklevel=2,
         )

@@ -106,6 +106,8 @@ class ScaleRows:
     def __init__(self, model: nn.Module, layers: Iterable[PointwiseNorm], ranks: Ranks) -> None:
         self._ranks = ranks
         self._sites: dict[PointwiseNorm, _Site] = {}
+        # Paths of the writers whose rows stay 0, because no token was followed through them.
+        self.not_followed: list[str] = []
         for layer in layers:
             norm = replaced_by(layer)
             channel = None if norm is None else scale_channel_of(norm.module)
@@ -145,30 +147,37 @@ class ScaleRows:
         inputs = []
         for run in runs:
             inputs.append([run.features(writer.module) for writer in site.writers])
-        rows = self._solve(site, runs, inputs)
+        rows, is_followed = self._solve(site, runs, inputs)
+        if not is_followed:
+            self.not_followed += [writer.path for writer in site.channel.writers]
         for writer, row in zip(site.writers, rows, strict=True):
             writer.set_(row)
         for run, features in zip(runs, inputs, strict=True):
             assert run.call is not None
+            x = run.call.x
             for writer, value in zip(site.writers, features, strict=True):
-                # The token itself and not a copy, because the model goes on with it.
-                if value is not None and value.shape[:-1] == run.call.x.shape[:-1]:
-                    run.call.x[..., site.channel.channel] += writer.change(value)
+                if value is not None and _has_same_tokens(value, x):
+                    change = writer.change(value).reshape(x.shape[:-1])
+                    # The token itself and not a copy, because the model goes on with it.
+                    x[..., site.channel.channel] += change
 
     def _solve(
         self, site: _Site, runs: Sequence[Run], inputs: Sequence[Sequence[Tensor | None]]
-    ) -> list[Tensor]:
-        """Return the row of each writer, with its constant; 0 if no token can be followed."""
+    ) -> tuple[list[Tensor], bool]:
+        """Return each writer's row with its constant, and whether a token was followed; if not, they are 0."""
         widths = [writer.width for writer in site.writers]
         size = sum(widths) + 2
         products = torch.zeros(size, size, dtype=torch.float64, device=site.writers[0].row.device)
         for run, features in zip(runs, inputs, strict=True):
             assert run.call is not None
-            x = run.counted(run.call.x)
-            columns = [run.counted(value) for value in features if value is not None]
+            values = [value for value in features if value is not None]
             # A layer on some tokens, such as the first one, does not show which they are.
-            is_followed = all(len(column) == len(x) for column in columns)
-            if len(columns) < len(features) or not is_followed:
+            is_followed = all(_has_same_tokens(value, run.call.x) for value in values)
+            if len(values) < len(features) or not is_followed:
+                continue
+            x = run.counted(run.call.x)
+            columns = [run.counted(value) for value in values]
+            if any(len(column) != len(x) for column in columns):
                 continue
             wanted = site.wanted(x)
             change = wanted - x[:, site.channel.channel]
@@ -177,6 +186,8 @@ class ScaleRows:
             products += _products(table / wanted[:, None])
         products = self._ranks.summed(products)
         gram = products[:-1, :-1]
+        # The sum of the squared weights of the tokens.
+        count = float(gram[-1, -1])
         # The ridge is on the features, and not on the constant.
         ridge = _RIDGE * gram.diagonal()[:-1].mean()
         gram.diagonal()[:-1] += ridge
@@ -187,7 +198,21 @@ class ScaleRows:
             rows.append(torch.cat([part, part.new_zeros(1)]))
         # The layers' constants add up, so that one of them is enough.
         rows[-1][-1] = solution[-1]
-        return rows
+        return rows, count > 0
+
+
+def _has_same_tokens(features: Tensor, x: Tensor) -> bool:
+    """Return whether features and a value of the stream are of the same tokens, in the same order.
+
+    A model may flatten its tokens between the two, as OPT does, but (batch, time) and (time, batch)
+    are different orders.
+    """
+    tokens = features.shape[:-1]
+    tokens_of_x = x.shape[:-1]
+    if tokens == tokens_of_x:
+        return True
+    is_flat = len(tokens) == 1 or len(tokens_of_x) == 1
+    return is_flat and tokens.numel() == tokens_of_x.numel()
 
 
 def _products(table: Tensor) -> Tensor:

@@ -400,7 +400,8 @@ class SiteFit:
         residual = (var_y - slope * cov).clamp_min(0)
         if not self._careful:
             # Least squares shrank the slope by |correlation|.
-            ratio = var_f.clamp_min(0) / var_y.clamp_min(_TINY)
+            # A target that is 0, as in a scale channel, has no size to give back.
+            ratio = torch.where(var_y > _TINY, var_f.clamp_min(0) / var_y.clamp_min(_TINY), 0.0)
             correlation = (slope.abs() * ratio.sqrt()).clamp(1e-2, 1)
             slope = slope * correlation**-_GIVE_BACK
         slope = torch.where(varies, slope, self._weight)

@@ -220,6 +220,11 @@ def convert_(
         channel = scale_channel_of(norm)
         if channel is not None:
             options = options.with_scale_channel(channel.witnesses)
+        elif getattr(norm, "without", None) is not None:
+            raise ModelError(
+                f"the norm {site.path!r} leaves a scale channel out, but the record of its rows is "
+                "not saved with a model: call convert_ and calibrate_ before save"
+            )
         layer = options.kind(**_arguments(site, options), device=like.device, dtype=like.dtype)
         _fill_(layer, norm, site, copies)
         replaced = Replaced(norm, site, witnesses=options.most_witnesses, auto=options.is_auto)

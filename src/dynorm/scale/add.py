@@ -1,8 +1,9 @@
 """``add_scale_channel_``: free a channel of a model's residual stream for the size of each token."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,6 +19,7 @@ from dynorm.guard import require_plain_model, unchanged_on_error, undisturbed
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.outputs import output_tensor
 from dynorm.replace.channel import ScaleChannel, set_scale_channel_
+from dynorm.replace.edits import set_untied_
 from dynorm.replace.swap import swap_, take_over_
 from dynorm.scale.edit import (
     choose_basis,
@@ -26,6 +28,7 @@ from dynorm.scale.edit import (
     give_bias_,
     rotate_,
     row_writer,
+    slots_of,
 )
 from dynorm.stream.find import ResidualStream, find_streams
 from dynorm.table import Column, Plain, Table
@@ -138,8 +141,8 @@ def add_scale_channel_(
 
     Raises:
         ArgumentError: ``fixed`` is negative.
-        ModelError: no stream can be edited (the message has the reasons), the model cannot be
-            traced, or its outputs changed. It is then as it was.
+        ModelError: no stream can be edited (the message has the reasons), the model has a scale
+            channel already, cannot be traced, or its outputs changed. It is then as it was.
         DataError: there is no batch, or the model cannot be run on one.
 
     Example:
@@ -159,9 +162,12 @@ def add_scale_channel_(
     """
     fixed = check_count("fixed", fixed, 0)
     require_plain_model(model)
+    _require_no_channel(model)
     looked_at = list(islice(iterate(batches), _BATCHES))
     args, kwargs = arguments(model, looked_at[0])
-    before = _outputs(model, looked_at[0])
+    # The last batch may take another branch than the first, which is traced.
+    compared = [looked_at[0], looked_at[-1]] if len(looked_at) > 1 else looked_at
+    before = [_outputs(model, batch) for batch in compared]
     _require_a_stream(find_streams(model, *args, untie=True, **kwargs))
     freed = []
     refused: dict[str, str] = {}
@@ -169,24 +175,53 @@ def add_scale_channel_(
     tensors = [*model.parameters(), *model.buffers()]
     with unchanged_on_error([*holders, *_config_of(model)], tensors):
         not_folded = _fold_(model, args, kwargs)
-        # A stream may be found only if the embedding is no longer tied to the head.
-        for stream in find_streams(model, *args, untie=True, **kwargs):
+        seen: set[str] = set()
+        while True:
+            # Found again after each edit, which may have untied a table that two streams share.
+            streams = find_streams(model, *args, untie=True, **kwargs)
+            left = [stream for stream in streams if stream.sites[0].path not in seen]
+            if not left:
+                break
+            stream = left[0]
+            seen.add(stream.sites[0].path)
             reason = _refusal(stream, not_folded, fixed)
             if reason is None:
-                freed.append(_edit_(model, stream, looked_at, fixed))
+                # The stream before may have lost a direction.
+                now = [_outputs(model, batch) for batch in compared] if freed else before
+                require_same = partial(_require_same, model, compared, now)
+                freed.append(_edit_(model, stream, looked_at, fixed, require_same))
             else:
                 refused[stream.sites[0].path] = reason
         if not freed:
             raise ModelError(f"no residual stream can be edited: {_listed(refused)}")
-        change = _change(before, _outputs(model, looked_at[0]))
-        is_exact = all(stream.lost_energy == 0 for stream in freed)
-        allowed = _ROUNDING.get(before.dtype, _ROUNDING_OF_HALVES)
-        if not math.isfinite(change) or (is_exact and change > allowed):
+        change = _change(before[0], _outputs(model, looked_at[0]))
+        if not math.isfinite(change):
+            raise ModelError("the outputs must stay finite, but did not; everything was put back")
+        if all(stream.lost_energy == 0 for stream in freed):
+            _require_same(model, compared, before)
+    return ScaleChannelReport(freed, refused, change)
+
+
+def _require_same(model: nn.Module, batches: Sequence[Batch], before: Sequence[Tensor]) -> None:
+    """Refuse an edit that must keep the outputs for some batches, but did not."""
+    for batch, outputs in zip(batches, before, strict=True):
+        change = _change(outputs, _outputs(model, batch))
+        allowed = _ROUNDING.get(outputs.dtype, _ROUNDING_OF_HALVES)
+        if not change <= allowed:
             raise ModelError(
                 f"the outputs must stay the same, but changed by {change:.1e}; everything was put "
-                "back. A branch that the first batch does not take may read the stream"
+                "back. A branch that the first batch does not take may read or write the stream"
             )
-    return ScaleChannelReport(freed, refused, change)
+
+
+def _require_no_channel(model: nn.Module) -> None:
+    """Refuse a model with a scale channel: the second rotation would mix it with the others."""
+    for path, module in model.named_modules():
+        if isinstance(module, RMSNorm) and module.without is not None:
+            raise ModelError(
+                f"the model must not have a scale channel yet, but {path!r} leaves one out: call "
+                "add_scale_channel_ once, on a copy of the original"
+            )
 
 
 def _config_of(model: nn.Module) -> list[Any]:
@@ -237,13 +272,20 @@ def _refusal(stream: ResidualStream, not_folded: dict[str, str], fixed: int) -> 
 
 
 def _edit_(
-    model: nn.Module, stream: ResidualStream, batches: list[Batch], fixed: int
+    model: nn.Module,
+    stream: ResidualStream,
+    batches: list[Batch],
+    fixed: int,
+    require_same: Callable[[], None],
 ) -> FreedStream:
-    """Give one stream a scale channel."""
+    """Give one stream a scale channel; ``require_same`` is called after its exact part."""
     norms = [model.get_submodule(site.path) for site in stream.sites]
     gram = _gram(model, norms, batches)
     basis = choose_basis(stream, gram)
+    _untie_others_(model, stream)
     rotate_(stream, basis)
+    # Also for an RMSNorm's stream, whose outputs change only when the last direction goes.
+    require_same()
     clear_last_(stream)
     channel = len(gram) - 1
     positions = tuple(range(fixed))
@@ -285,6 +327,18 @@ def _edit_(
     )
 
 
+def _untie_others_(model: nn.Module, stream: ResidualStream) -> None:
+    """Give holders of a table outside the stream, such as another stream, their own copies."""
+    owners: dict[Tensor, set[tuple[nn.Module, str]]] = {}
+    for slot in slots_of(stream):
+        held_by = owners.setdefault(slot.tensor, set())
+        held_by.update((owner.module, owner.name) for owner in slot.owners)
+    for module in list(model.modules()):
+        for name, tensor in list(module._parameters.items()):
+            if tensor in owners and (module, name) not in owners[tensor]:
+                set_untied_(module, name, tensor, tensor)
+
+
 @torch.no_grad()
 def _gram(model: nn.Module, norms: Sequence[nn.Module], batches: Sequence[Batch]) -> Tensor:
     """Return the sum of x x^T / x^T x over the tokens at all norms, (C, C) in float64."""
@@ -295,6 +349,11 @@ def _gram(model: nn.Module, norms: Sequence[nn.Module], batches: Sequence[Batch]
         x = x if x.dtype == torch.float64 else x.float()
         x = nn.functional.normalize(x, dim=-1)
         product = (x.T @ x).to("cpu", torch.float64)
+        if not product.isfinite().all():
+            raise DataError(
+                "activations must be finite, but a norm of the stream saw NaN, inf or values whose "
+                "squares overflow: look for an overflow (float16?) or bad inputs"
+            )
         total[:] = [total[0] + product if total else product]
 
     handles = [norm.register_forward_pre_hook(add) for norm in norms]

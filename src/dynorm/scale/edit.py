@@ -124,6 +124,16 @@ def _reads(stream: ResidualStream) -> list[Read]:
     return reads
 
 
+def slots_of(stream: ResidualStream) -> list[Slot]:
+    """Return the parameters that a rotation of the stream changes."""
+    slots = []
+    for write in _writes(stream):
+        slots.append(write.slot)
+        if write.gain is not None:
+            slots.append(write.gain)
+    return slots + [read.weight for read in _reads(stream)]
+
+
 def _mapped(value: Tensor, axis: int, directions: Tensor) -> Tensor:
     """Return a weight in the channels of the basis: each of its vectors along ``axis`` times them."""
     mapped: Tensor = torch.tensordot(value, directions, dims=([axis], [0]))
