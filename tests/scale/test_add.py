@@ -441,3 +441,42 @@ def test_a_fit_that_repairs_layers_before_it_stays_finite() -> None:
     for path, layer in dynorm_layers(model).items():
         assert layer.weight[C - 1] == 0, path
         assert layer.weight.isfinite().all(), path
+
+
+class Blocks(nn.Module):
+    """Two blocks on a stream, whose norms may read a copy of it, and whose writers get a keyword."""
+
+    def __init__(self, factor: float | None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, C)
+        self.norms = nn.ModuleList(nn.LayerNorm(C) for _ in range(3))
+        self.readers = nn.ModuleList(nn.Linear(C, C) for _ in range(2))
+        self.writers = nn.ModuleList(nn.Linear(C, C) for _ in range(2))
+        self.head = nn.Linear(C, 5)
+        self.factor = factor
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for norm, reader, writer in zip(self.norms[:2], self.readers, self.writers, strict=True):
+            read = x if self.factor is None else x * self.factor
+            x = x + writer(input=reader(norm(read)).tanh())
+        y: Tensor = self.head(self.norms[2](x))
+        return y
+
+
+def test_a_norm_that_reads_a_copy_of_the_stream_is_refused() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(40, (4, 7))
+    with pytest.raises(dynorm.errors.ModelError, match=r"norms\.0 reads a copy of it"):
+        dynorm.add_scale_channel_(Blocks(1.0).eval(), [ids], fixed=2)
+
+
+def test_writers_may_be_called_with_a_keyword() -> None:
+    torch.manual_seed(0)
+    model = Blocks(None).eval()
+    batches = [torch.randint(40, (4, 7)) for _ in range(3)]
+    dynorm.add_scale_channel_(model, batches, fixed=2)
+    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+    dynorm.calibrate_(model, batches)
+    for writer in model.writers:
+        assert writer.weight[C - 1].abs().max() > 0

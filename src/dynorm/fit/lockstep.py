@@ -169,14 +169,14 @@ def stopping_at(layers: Iterable[PointwiseNorm]) -> Iterator[None]:
 def recording(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Keep the last input of some modules in each :class:`PausedRun` that has an answer."""
 
-    def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         run: PausedRun | None = getattr(_running, "run", None)
         if run is not None and run.has_answer:
-            run.inputs[module] = args[0]
+            run.inputs[module] = (*args, *kwargs.values())[0]
 
     with ExitStack() as stack:
         for module in modules:
-            stack.callback(module.register_forward_pre_hook(record).remove)
+            stack.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
         yield
 
 

@@ -15,7 +15,7 @@ from dynorm.batches import Batch, arguments, call, iterate
 from dynorm.errors import DataError, ModelError
 from dynorm.fold.fold import fold_
 from dynorm.fold.report import FOLDED, NOTHING
-from dynorm.guard import require_plain_model, unchanged_on_error, undisturbed
+from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.outputs import output_tensor
 from dynorm.replace.channel import ScaleChannel, set_scale_channel_
@@ -163,13 +163,14 @@ def add_scale_channel_(
     fixed = check_count("fixed", fixed, 0)
     require_plain_model(model)
     _require_no_channel(model)
+    require_trainable(model)
     looked_at = list(islice(iterate(batches), _BATCHES))
     args, kwargs = arguments(model, looked_at[0])
     # The last batch may take another branch than the first, which is traced.
     compared = [looked_at[0], looked_at[-1]] if len(looked_at) > 1 else looked_at
     before = [_outputs(model, batch) for batch in compared]
     _require_a_stream(find_streams(model, *args, untie=True, **kwargs))
-    freed = []
+    freed: list[FreedStream] = []
     refused: dict[str, str] = {}
     holders: list[Any] = list(model.modules())
     tensors = [*model.parameters(), *model.buffers()]
@@ -260,6 +261,8 @@ def _refusal(stream: ResidualStream, not_folded: dict[str, str], fixed: int) -> 
     """Return why a stream of a folded model cannot have a scale channel, or None."""
     if stream.refused is not None:
         return stream.refused
+    if stream.copied is not None:
+        return f"{stream.copied} reads a copy of it, and the stream goes on without the copy"
     for site in stream.sites:
         if site.path in not_folded:
             return f"{site.path}: {not_folded[site.path]}"

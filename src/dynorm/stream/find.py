@@ -13,7 +13,15 @@ from dynorm.guard import require_plain_model, undisturbed
 from dynorm.site import NormSite
 from dynorm.stream.capture import capture
 from dynorm.stream.channels import carried
-from dynorm.stream.graph import is_tensor, packet, producer, users
+from dynorm.stream.graph import (
+    PERMUTATIONS,
+    VIEWS,
+    is_tensor,
+    norm_index,
+    packet,
+    producer,
+    users,
+)
 from dynorm.stream.operators import Read, Write
 from dynorm.stream.readers import Readers, shared_readers
 from dynorm.stream.stream import SUMS, Stream
@@ -54,6 +62,8 @@ class ResidualStream:
         writers: everything linear that adds to it, in the order of the calls.
         entry: how it begins: "embedding", "sum of embeddings", "projection" (of patches or frames),
             or "unknown" if something that is not linear writes into it.
+        copied: the path of a norm that reads a copy of the stream, which goes on without what is
+            written into the copy; or None.
         refused: why its channels cannot be mixed by a linear map, or None.
     """
 
@@ -63,6 +73,7 @@ class ResidualStream:
     direct_reads: list[Read]
     writers: list[Writer]
     entry: str
+    copied: str | None
     refused: str | None
 
 
@@ -146,6 +157,7 @@ def _described(
         stream.reads,
         writers,
         "unknown" if stream.writers_unknown else _entry(writers),
+        _copied(sites, members),
         _refusal(stream, sites, members),
     )
 
@@ -185,6 +197,23 @@ def _parts_of(calls: Sequence[Node], stream: Stream) -> set[Node]:
             if source in stream.values:
                 todo.append(source)
     return parts
+
+
+def _copied(sites: Sequence[NormSite], members: Mapping[int, Surroundings]) -> str | None:
+    """Return the path of the first norm whose input nothing but norms read, or None.
+
+    The last norm is left out, because the stream ends there.
+    """
+    for index, around in list(members.items())[:-1]:
+        for call in around.calls:
+            value = call.all_input_nodes[0]
+            readers = list(users(value))
+            while len(readers) == 1 and packet(value) in VIEWS | PERMUTATIONS:
+                value = value.all_input_nodes[0]
+                readers = list(users(value))
+            if all(norm_index(reader) is not None for reader in readers):
+                return sites[index].path
+    return None
 
 
 def _scale(write: Write, stream: Stream) -> float | None:
