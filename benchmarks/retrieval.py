@@ -3,7 +3,9 @@
 ``python -m benchmarks.retrieval build/demo/model`` writes benchmarks/results/retrieval.json. The
 synopsis of a package is the query and the long descriptions of 1,500 packages are searched, by the
 cosine of mean-pooled embeddings. No stage of the conversion has seen any of these texts. ``make
-retrieval`` fetches them first: they are the descriptions in Debian's package lists.
+retrieval`` fetches them first: they are the descriptions in Debian's package lists. The rows of models
+that are not given stay. ``--check`` writes nothing: it fails if a model has lost more of the original's
+mean reciprocal rank than the committed row of its name, by more than the noise.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import hashlib
 import json
 import random
 import re
+import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,9 @@ from tools.demo_model import folder
 RESULTS = Path(__file__).parent / "results" / "retrieval.json"
 TEXTS = ROOT / "build" / "debian-descriptions.txt"
 PACKAGES, SEEDS, LENGTH = 1500, 3, 256
+# The noise of a loss: this number of standard deviations over the committed draws, and at least LEAST.
+NOISE = 3.0
+LEAST = 0.002
 
 
 def main() -> None:
@@ -43,6 +50,7 @@ def main() -> None:
     parser.add_argument(
         "--descriptions", type=Path, default=TEXTS, help="a Translation-en file of Debian, unpacked"
     )
+    parser.add_argument("--check", action="store_true", help="compare with the committed rows")
     arguments = parser.parse_args()
     text = arguments.descriptions.read_text("utf-8")
     known = packages(text)
@@ -57,6 +65,13 @@ def main() -> None:
             {"model": name, **{key: [round(each[key], 4) for each in found] for key in found[0]}}
         )
         print(rows[-1], flush=True)
+    if arguments.check:
+        check(rows)
+        return
+    measured = {row["model"] for row in rows}
+    if RESULTS.exists():
+        committed = json.loads(RESULTS.read_text())["rows"]
+        rows += [row for row in committed if row["model"] not in measured]
     about: dict[str, Any] = {
         "packages": PACKAGES,
         "seeds": SEEDS,
@@ -65,6 +80,30 @@ def main() -> None:
         "made_with": library_versions(),
     }
     write_text(RESULTS, json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+
+def check(rows: list[Row]) -> None:
+    """Compare the losses of models with the committed ones; exit with 1 if one is larger."""
+    committed = {row["model"]: row for row in json.loads(RESULTS.read_text())["rows"]}
+    failed = False
+    for row in rows[1:]:
+        now = losses(rows[0], row)
+        before = losses(committed["original"], committed[row["model"]])
+        noise = max(NOISE * statistics.stdev(before), LEAST)
+        is_worse = statistics.mean(now) > statistics.mean(before) + noise
+        failed = failed or is_worse
+        print(
+            f"{row['model']}: loses {statistics.mean(now):.4f} of the mean reciprocal rank, "
+            f"committed {statistics.mean(before):.4f} with a noise of {noise:.4f}"
+            f"{': WORSE' if is_worse else ''}"
+        )
+    if failed:
+        sys.exit(1)
+
+
+def losses(original: Row, row: Row) -> list[float]:
+    """Return the loss of a model in each draw of packages."""
+    return [a - b for a, b in zip(original["mrr"], row["mrr"], strict=True)]
 
 
 def packages(text: str) -> list[tuple[str, str]]:
