@@ -92,8 +92,8 @@ def _encoder() -> list[str]:
         "`make demo`",
         "mean cosine to the original, 512 docstrings",
         time="{:.0f} s, {:.0f} s, {:.0f} s".format(*stages),
-        calibrated=f"{_quality(4, 'calibrated'):.4f}",
-        refined=f"{_quality(4, 'refined'):.4f}",
+        calibrated=f"{mean(cosines(4, 'calibrated')):.4f}",
+        refined=f"{mean(cosines(4, 'refined')):.4f}",
         distilled=f"{demo['output']['cosine_mean']:.4f}",
     )
 
@@ -108,20 +108,20 @@ def _pure_encoder() -> list[str]:
         "the same, a pure function (no witnesses)",
         "`dynorm convert MODEL OUT --witnesses 0 --steps 1200`",
         "the same",
-        calibrated=f"{_quality(0, 'calibrated'):.4f}",
-        refined=f"{_quality(0, 'refined'):.4f}",
+        calibrated=f"{mean(cosines(0, 'calibrated')):.4f}",
+        refined=f"{mean(cosines(0, 'refined')):.4f}",
         distilled=f"{trained['docstrings']['cosine']:.4f}",
     )
 
 
-def _quality(witnesses: int, stage: str) -> float:
-    """Return the mean cosine of DyISRU with one constant per channel, over the seeds."""
-    cosines = []
+def cosines(witnesses: int, stage: str) -> list[float]:
+    """Return the cosine of DyISRU with one constant per channel, for each seed."""
+    by_seed = []
     for row in _load("quality")["rows"]:
         key = (row["layer"], row["per_channel"], row.get("witnesses", 0), row["stage"])
         if key == ("dyisru", True, witnesses, stage):
-            cosines.append(row["cosine"])
-    return mean(cosines)
+            by_seed.append(row["cosine"])
+    return by_seed
 
 
 def _lines() -> list[str]:

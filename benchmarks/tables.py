@@ -114,11 +114,7 @@ def headline_table() -> str:
 
 def _cosines(stage: str, witnesses: int) -> str:
     """Return the mean cosine of DyISRU with one constant per channel, with the spread of seeds."""
-    cosines = []
-    for row in load("quality")["rows"]:
-        key = (row["layer"], row["per_channel"], row.get("witnesses", 0), row["stage"])
-        if key == ("dyisru", True, witnesses, stage):
-            cosines.append(row["cosine"])
+    cosines = models.cosines(witnesses, stage)
     return f"{cosines[0]:.4f}" if len(cosines) == 1 else _mean(cosines)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.arguments import check_not_negative, check_share, upcast
-from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks, valid_tokens
+from dynorm.arguments import check_not_negative, check_share
+from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks
 from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
 from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, recording, stopping_at
@@ -34,6 +34,7 @@ from dynorm.replace.converted import (
 from dynorm.replace.original import Outputs
 from dynorm.replace.swap import swap_
 from dynorm.replace.weights import renew_modules_
+from dynorm.site import NormSite
 from dynorm.table import Column, Plain, Table
 
 Fits = dict[PointwiseNorm, SiteChoice]
@@ -45,6 +46,8 @@ _RUNS_AT_ONCE = 64
 # exp(sigma n), with n normal and this sigma.
 _WRONG_SIZES = 0.25
 _SIZE_ERROR = 0.2
+# Where the channels of a residual stream and of the features are.
+_LAST_AXIS = NormSite("")
 _GOLDEN = (math.sqrt(5) - 1) / 2
 # With fewer tokens the reported error is too small: the error on other tokens is some tenths larger
 # (measured with a LayerNorm and an RMSNorm of 64 channels).
@@ -416,10 +419,8 @@ class _Run:
 
     def counted(self, x: Tensor) -> Tensor:
         """Return a value of the stream, or a feature, as (tokens, channels), without padding."""
-        last = x.flatten(0, -2)
-        valid = valid_tokens(x.shape, (-1,), self._masks)
-        last = last if valid is None else last[valid.to(last.device)]
-        return upcast(last if self.counts else last[:0])
+        tokens = site_tokens(_LAST_AXIS, x, self._masks)
+        return tokens if self.counts else tokens[:0]
 
     def outputs(self, layer: PointwiseNorm) -> Tensor:
         """Return the outputs of a candidate for the layer on the layer's inputs, (tokens, C)."""

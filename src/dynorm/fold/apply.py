@@ -13,10 +13,10 @@ from dynorm.fold.site import SiteFold
 from dynorm.guard import unchanged_on_error
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import identity
-from dynorm.replace.edits import ADDED_BIAS, parameter_like, set_values_, untied
+from dynorm.replace.edits import ADDED_BIAS, parameter_like, untied, write_values_
 from dynorm.replace.specs import LayerSpec
 from dynorm.replace.swap import swap_, take_over_
-from dynorm.stream.graph import Owner, double
+from dynorm.stream.graph import double
 
 
 @contextmanager
@@ -54,12 +54,7 @@ def _write_values_(plan: Plan) -> None:
         for norm in part.norms:
             _divide_(norm, part.factor)
     new = plan.new
-    for tensor in dict.fromkeys(slot.tensor for slot in new.values):
-        by_owner: dict[Owner, Tensor | None] = {}
-        for slot in plan.slots:
-            if slot.tensor is tensor:
-                by_owner.update(dict.fromkeys(slot.owners, new.values.get(slot)))
-        set_values_(tensor, by_owner)
+    write_values_(plan.slots, new.values)
     for slot, value in new.added.items():
         layer = slot.owners[0].module
         layer._parameters["bias"] = parameter_like(value, slot.tensor)

@@ -1,13 +1,13 @@
 """How a model differs from its class: layers of dynorm, added biases, untied weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ModelError
 from dynorm.replace.converted import is_ours
-from dynorm.stream.graph import Owner
+from dynorm.stream.graph import Owner, Slot
 from dynorm.wrappers import plain_modules
 
 # Attributes of the modules that a fold gave a new parameter.
@@ -67,7 +67,21 @@ def set_untied_(module: nn.Module, name: str, value: Tensor, like: Tensor) -> No
     module.__dict__[UNTIED] = (*module.__dict__.get(UNTIED, ()), name)
 
 
-def set_values_(tensor: Tensor, new: Mapping[Owner, Tensor | None]) -> None:
+def write_values_(slots: Iterable[Slot], values: Mapping[Slot, Tensor]) -> None:
+    """Write new values into parameters; owners of a tied one are untied if their values differ.
+
+    ``slots`` are all parameters of the model: an owner without a new value keeps the old one.
+    """
+    slots = list(slots)
+    for tensor in dict.fromkeys(slot.tensor for slot in values):
+        by_owner: dict[Owner, Tensor | None] = {}
+        for slot in slots:
+            if slot.tensor is tensor:
+                by_owner.update(dict.fromkeys(slot.owners, values.get(slot)))
+        _set_values_(tensor, by_owner)
+
+
+def _set_values_(tensor: Tensor, new: Mapping[Owner, Tensor | None]) -> None:
     """Give a parameter its new value; untie all of its owners if their values differ.
 
     All, because a config says whether all or none are tied. An owner that does not change, None,

@@ -19,16 +19,14 @@ from dynorm.guard import require_plain_model, require_trainable, unchanged_on_er
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.outputs import output_tensor
 from dynorm.replace.channel import ScaleChannel, set_scale_channel_
-from dynorm.replace.edits import set_untied_
+from dynorm.replace.edits import give_bias_
 from dynorm.replace.swap import swap_, take_over_
 from dynorm.scale.edit import (
     choose_basis,
     clear_last_,
     fill_tables_,
-    give_bias_,
     rotate_,
     row_writer,
-    slots_of,
 )
 from dynorm.stream.find import ResidualStream, find_streams
 from dynorm.table import Column, Plain, Table
@@ -285,7 +283,6 @@ def _edit_(
     norms = [model.get_submodule(site.path) for site in stream.sites]
     gram = _gram(model, norms, batches)
     basis = choose_basis(stream, gram)
-    _untie_others_(model, stream)
     rotate_(stream, basis)
     # Also for an RMSNorm's stream, whose outputs change only when the last direction goes.
     require_same()
@@ -316,7 +313,8 @@ def _edit_(
             if writer is not None and place not in rows:
                 rows[place] = writer.path
                 writers.append(writer)
-                give_bias_(model.get_submodule(writer.path))
+                if model.get_submodule(writer.path).bias is None:
+                    give_bias_(model, writer.path)
         set_scale_channel_(layer, ScaleChannel(channel, positions, tuple(writers)))
         replacements[norm] = layer
     swap_(model, replacements)
@@ -328,18 +326,6 @@ def _edit_(
         lost_energy=float(basis.energy[-1]),
         writers=list(rows.values()),
     )
-
-
-def _untie_others_(model: nn.Module, stream: ResidualStream) -> None:
-    """Give holders of a table outside the stream, such as another stream, their own copies."""
-    owners: dict[Tensor, set[tuple[nn.Module, str]]] = {}
-    for slot in slots_of(stream):
-        held_by = owners.setdefault(slot.tensor, set())
-        held_by.update((owner.module, owner.name) for owner in slot.owners)
-    for module in list(model.modules()):
-        for name, tensor in list(module._parameters.items()):
-            if tensor in owners and (module, name) not in owners[tensor]:
-                set_untied_(module, name, tensor, tensor)
 
 
 @torch.no_grad()

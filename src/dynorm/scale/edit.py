@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.replace.channel import RowWriter
-from dynorm.replace.edits import ADDED_BIAS, parameter_like, set_values_
+from dynorm.replace.edits import write_values_
 from dynorm.stream.channels import along
 from dynorm.stream.find import ResidualStream, Writer
-from dynorm.stream.graph import Owner, Slot
+from dynorm.stream.graph import Slot
 from dynorm.stream.operators import Read, Write
 
 # Writers that leave a direction out to this part of their size are centred: the rest is rounding.
@@ -89,7 +89,7 @@ def rotate_(stream: ResidualStream, basis: Basis) -> None:
     for read in _reads(stream):
         if read.weight not in new:
             new[read.weight] = _mapped(read.weight.double(), read.axis, basis.directions)
-    _write_(new)
+    write_values_(stream.slots, new)
 
 
 @torch.no_grad()
@@ -124,30 +124,10 @@ def _reads(stream: ResidualStream) -> list[Read]:
     return reads
 
 
-def slots_of(stream: ResidualStream) -> list[Slot]:
-    """Return the parameters that a rotation of the stream changes."""
-    slots = []
-    for write in _writes(stream):
-        slots.append(write.slot)
-        if write.gain is not None:
-            slots.append(write.gain)
-    return slots + [read.weight for read in _reads(stream)]
-
-
 def _mapped(value: Tensor, axis: int, directions: Tensor) -> Tensor:
     """Return a weight in the channels of the basis: each of its vectors along ``axis`` times them."""
     mapped: Tensor = torch.tensordot(value, directions, dims=([axis], [0]))
     return mapped.movedim(-1, axis).clone()
-
-
-def _write_(new: dict[Slot, Tensor]) -> None:
-    """Write new values; owners of a tied parameter that differ are untied."""
-    for tensor in dict.fromkeys(slot.tensor for slot in new):
-        by_owner: dict[Owner, Tensor | None] = {}
-        for slot, value in new.items():
-            if slot.tensor is tensor:
-                by_owner.update(dict.fromkeys(slot.owners, value))
-        set_values_(tensor, by_owner)
 
 
 def row_writer(writer: Writer) -> RowWriter | None:
@@ -163,15 +143,6 @@ def row_writer(writer: Writer) -> RowWriter | None:
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer, one of transformers' Conv1D among them."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def give_bias_(layer: nn.Module) -> None:
-    """Give a linear layer without a bias one of zeros, because the row needs a constant."""
-    weight = layer._parameters["weight"]
-    assert weight is not None
-    if layer._parameters.get("bias") is None:
-        layer._parameters["bias"] = parameter_like(weight.new_zeros(len(weight)), weight)
-        layer.__dict__[ADDED_BIAS] = True
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from dynorm.stream.channels import carried
 from dynorm.stream.graph import (
     PERMUTATIONS,
     VIEWS,
+    Slot,
     is_tensor,
     norm_index,
     packet,
@@ -60,6 +61,7 @@ class ResidualStream:
         written: the writers that are in the input of each of them, as positions in ``writers``.
         direct_reads: the linear operators that read the stream without a norm.
         writers: everything linear that adds to it, in the order of the calls.
+        slots: all parameters of the model, those of other streams too.
         entry: how it begins: "embedding", "sum of embeddings", "projection" (of patches or frames),
             or "unknown" if something that is not linear writes into it.
         copied: the path of a norm that reads a copy of the stream, which goes on without what is
@@ -72,6 +74,7 @@ class ResidualStream:
     written: list[list[int]]
     direct_reads: list[Read]
     writers: list[Writer]
+    slots: Sequence[Slot]
     entry: str
     copied: str | None
     refused: str | None
@@ -123,7 +126,10 @@ def find_streams(
         for stream in around[index].before:
             by_stream.setdefault(stream, {})[index] = around[index]
     position = {node: number for number, node in enumerate(graph.nodes)}
-    return [_described(stream, sites, members, position) for stream, members in by_stream.items()]
+    described = []
+    for stream, members in by_stream.items():
+        described.append(_described(stream, sites, members, position, graph.slots))
+    return described
 
 
 def _described(
@@ -131,6 +137,7 @@ def _described(
     sites: Sequence[NormSite],
     members: Mapping[int, Surroundings],
     position: Mapping[Node, int],
+    slots: Sequence[Slot],
 ) -> ResidualStream:
     after_norms: set[Node] = set()
     for around in members.values():
@@ -156,6 +163,7 @@ def _described(
         written,
         stream.reads,
         writers,
+        slots,
         "unknown" if stream.writers_unknown else _entry(writers),
         _copied(sites, members),
         _refusal(stream, sites, members),
