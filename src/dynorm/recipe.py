@@ -74,6 +74,9 @@ LANGUAGE = Defaults(
 )
 AUDIO = Defaults(batch=4, calibration=32, per_channel=False, lean=0.0, witnesses=8)
 
+SCALE_CHANNEL_SAMPLES = 128
+"""The least number of samples for a scale channel, which has a thousand numbers per writer to fit."""
+
 
 def defaults_for(language_model: bool, noun: str = "texts") -> Defaults:
     """Return the defaults for a kind of model; a language model may take "images" as well."""
@@ -119,6 +122,7 @@ class ModelFields(TypedDict, total=False):
     witnesses: int | None
     lean: float | None
     tolerance: float
+    scale_channel: bool
     refine: int
     refine_lr: float
     steps: int | None
@@ -154,6 +158,9 @@ class Recipe(Plain):
             the pure function. None means 4 for an encoder, else 8.
         lean: as in :func:`calibrate_`. None means 0.7 for an encoder, else 0.
         tolerance: as in :func:`calibrate_`, for ``to="auto"``.
+        scale_channel: free a channel of each residual stream for the size of each token first, as
+            :func:`add_scale_channel_` does. The layers on the stream then read that channel instead
+            of witnesses.
         refine: steps that train the constants of all layers together; 0 for none.
         refine_lr: their learning rate, ``lr`` of :func:`refine_`.
         steps: steps of distillation, which trains all weights. None means none.
@@ -192,6 +199,7 @@ class Recipe(Plain):
     # Over the target's spread. 7 of the 13 norms of all-MiniLM-L6-v2 become lines, at no cost after
     # 200 steps of training; at 0.08 there are 10, for 0.001 of rank correlation.
     tolerance: float = 0.05
+    scale_channel: bool = False
     refine: int = 50
     refine_lr: float = 3e-3
     steps: int | None = None
@@ -275,8 +283,11 @@ class Recipe(Plain):
                 self.base.changed(options).check()
         self._check_counts()
         self._check_numbers()
-        if not isinstance(self.bf16, bool):
-            raise ArgumentError(f"bf16 must be True or False, got {self.bf16!r}")
+        for name in ("bf16", "scale_channel"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ArgumentError(f"{name} must be True or False, got {value!r}")
+        self._check_scale_channel()
         if not isinstance(self.checkpoints, Path | None):
             raise ArgumentError(
                 f"checkpoints must be the path of a folder, or None, got {self.checkpoints!r}"
@@ -296,6 +307,17 @@ class Recipe(Plain):
                 f"{' and '.join(unused)} must come with steps or minutes: without them nothing is "
                 "distilled"
             )
+
+    def _check_scale_channel(self) -> None:
+        """Refuse options that would leave a norm on the stream: no row is fitted before one."""
+        if not self.scale_channel:
+            return
+        for name in ("only", "skip", "sites"):
+            if getattr(self, name):
+                raise ArgumentError(
+                    f"{name} must be left out with scale_channel: all norms of a stream with a "
+                    "scale channel are replaced"
+                )
 
     def _check_counts(self) -> None:
         least = {
@@ -361,6 +383,8 @@ class Recipe(Plain):
         for name in ("lean", "max_length", "batch", "calibration"):
             if getattr(self, name) is None:
                 values[name] = getattr(defaults, name)
+        if self.scale_channel and self.calibration is None:
+            values["calibration"] = max(defaults.calibration, SCALE_CHANNEL_SAMPLES)
         return self.changed(**values)
 
 

@@ -162,6 +162,14 @@ def convert(
             "Default: 4 for an encoder of texts, else 8."
         ),
     ] = Recipe.witnesses,
+    scale_channel: Annotated[
+        bool,
+        typer.Option(
+            "--scale-channel/--no-scale-channel",
+            help="Free a channel of the residual stream in which the model keeps each token's "
+            "size. The layers read it instead of witnesses. For models with pre-norm blocks.",
+        ),
+    ] = Recipe.scale_channel,
     tolerance: Annotated[
         float,
         typer.Option(

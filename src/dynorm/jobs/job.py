@@ -37,6 +37,7 @@ from dynorm.replace.edits import is_changed
 from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
 from dynorm.report.records import Continuation
+from dynorm.scale import add_scale_channel_
 from dynorm.site import as_globs
 from dynorm.train.distill import FEW, distill_
 
@@ -175,6 +176,8 @@ class Job:
     listener: Listener | None = None
     # The number of witnesses is the default for the kind of model, not the user's.
     has_default_witnesses: bool = False
+    # The original with a scale channel, if it has one: its norms read what the layers read.
+    with_norms: Any = None
     seconds: dict[str, float] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -218,6 +221,8 @@ class Job:
         if self.pretrained.language_model or self.listener:
             size = CALIBRATION_BLOCKS
         batches = self.batches(self.calibration, recipe.seed, size)
+        if recipe.scale_channel:
+            self._add_scale_channel_(batches)
         with self.stage("find"):
             _, example = arguments(model, batches[len(batches) // 2])
             sites = find_norms(model, **example)
@@ -250,6 +255,15 @@ class Job:
             self.details["calibrate"] = fitted.to_dict() | {"samples": len(self.calibration)}
         if any(site.errors for site in fitted.sites):
             self.say(str(fitted))
+
+    def _add_scale_channel_(self, batches: Batches) -> None:
+        """Free a channel of each stream, and keep the model as it is then for the comparison of sites."""
+        model = self.pretrained.model
+        with self.stage("scale_channel"):
+            report = add_scale_channel_(model, batches)
+        self.say(str(report))
+        self.details["scale_channel"] = report.to_dict()
+        self.with_norms = copy.deepcopy(model)
 
     def refine_(self) -> None:
         """Refine all constants together."""
@@ -292,7 +306,7 @@ class Job:
             distilled = distill_(
                 self.pretrained.model,
                 batches,
-                teacher=self.original,
+                teacher=self.original if self.with_norms is None else self.with_norms,
                 steps=recipe.steps or None,
                 minutes=recipe.minutes or None,
                 quiet=quiet,
@@ -319,11 +333,15 @@ class Job:
             report = measure(
                 model,
                 self.track(self.batches(held_out), title),
-                original=self.original,
+                original=self.original if self.with_norms is None else self.with_norms,
                 fit_on=self.batches(self.calibration),
                 seed=self.recipe.seed,
                 meta=meta,
             )
+            if self.with_norms is not None:
+                # The direction that became the channel is a loss too.
+                output = compare(model, self.original, self.batches(held_out))
+                report = replace(report, output=output)
         if self.pretrained.language_model:
             with self.stage("continue"):
                 report = replace(report, continuations=self.continuations())

@@ -24,6 +24,7 @@ from dynorm.replace.swap import swap_, take_over_
 from dynorm.scale.edit import (
     choose_basis,
     clear_last_,
+    entry_table,
     fill_tables_,
     rotate_,
     row_writer,
@@ -31,6 +32,8 @@ from dynorm.scale.edit import (
 from dynorm.stream.find import ResidualStream, find_streams
 from dynorm.table import Column, Plain, Table
 
+# How many channels the layers read themselves by default, but at most a quarter of all.
+_FIXED = 64
 # The axes are chosen on this number of batches at most.
 _BATCHES = 8
 # In an exact edit the outputs may differ by rounding, relative to their size. In a float64 model a
@@ -104,7 +107,7 @@ class ScaleChannelReport(Plain):
 
 
 def add_scale_channel_(
-    model: nn.Module, batches: Iterable[Batch], *, fixed: int = 16
+    model: nn.Module, batches: Iterable[Batch], *, fixed: int | None = None
 ) -> ScaleChannelReport:
     r"""Free one channel of each residual stream, in place, so that the network can keep each token's size in it.
 
@@ -133,6 +136,7 @@ def add_scale_channel_(
             quantized nor sharded.
         batches: real inputs, from which the axes are chosen, at most 8 batches.
         fixed: how many principal axes the layers read themselves, fewer than there are channels.
+            None means 64, but at most a quarter of the channels.
 
     Returns:
         A report with one row per stream, and the reasons for the streams that stay as they are.
@@ -158,7 +162,8 @@ def add_scale_channel_(
     Reference:
         The rotation is that of S. Ashkboos et al., "SliceGPT", arXiv 2401.15024.
     """
-    fixed = check_count("fixed", fixed, 0)
+    if fixed is not None:
+        fixed = check_count("fixed", fixed, 0)
     require_plain_model(model)
     _require_no_channel(model)
     require_trainable(model)
@@ -183,12 +188,14 @@ def add_scale_channel_(
                 break
             stream = left[0]
             seen.add(stream.sites[0].path)
-            reason = _refusal(stream, not_folded, fixed)
+            channels = stream.sites[0].normalized_shape[0]
+            count = min(_FIXED, channels // 4) if fixed is None else fixed
+            reason = _refusal(stream, not_folded, count)
             if reason is None:
                 # The stream before may have lost a direction.
                 now = [_outputs(model, batch) for batch in compared] if freed else before
                 require_same = partial(_require_same, model, compared, now)
-                freed.append(_edit_(model, stream, looked_at, fixed, require_same))
+                freed.append(_edit_(model, stream, looked_at, count, require_same))
             else:
                 refused[stream.sites[0].path] = reason
         if not freed:
@@ -294,6 +301,8 @@ def _edit_(
     weight = stream.writers[0].weight.slot.tensor
     replacements: dict[nn.Module, nn.Module] = {}
     rows: dict[int, str] = {}
+    # The first norm is the one that the embedding feeds.
+    table = entry_table(stream)
     for site, norm, written in zip(stream.sites, norms, stream.written, strict=True):
         # The layer's weight is 1, and 0 in the channel.
         layer = RMSNorm(
@@ -315,7 +324,8 @@ def _edit_(
                 writers.append(writer)
                 if model.get_submodule(writer.path).bias is None:
                     give_bias_(model, writer.path)
-        set_scale_channel_(layer, ScaleChannel(channel, positions, tuple(writers)))
+        set_scale_channel_(layer, ScaleChannel(channel, positions, tuple(writers), table))
+        table = None
         replacements[norm] = layer
     swap_(model, replacements)
     return FreedStream(
