@@ -24,6 +24,7 @@ _MODEL_FILES = (
     "generation_config.json",
     "model*.safetensors",
     "model*.safetensors.index.json",
+    "modeling_dynorm.py",
 )
 # Constants of Linux for renameat2.
 _AT_FDCWD = -100
