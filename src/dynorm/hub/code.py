@@ -146,6 +146,9 @@ def _source(model: Any, kinds: list[type]) -> str:
     """Return the code: the layers, and a class of the configuration and of each model."""
     config = type(model.config)
     source = inspect.getsource(modeling_dynorm)
+    source = source.replace("import torch\n", "import torch\nimport transformers\n", 1)
+    # A directive to the type checker of this repository.
+    source = source.replace("  # type: ignore[call-arg]", "").replace("  # type: ignore[misc]", "")
     source += _CLASS.format(name=_name(config), part="PointwiseConfig", stock=config.__name__)
     for kind in kinds:
         source += _CLASS.format(name=_name(kind), part="PointwiseModel", stock=kind.__name__)

@@ -12,7 +12,6 @@ import math
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 # config.json has this key and value, and the configuration below removes it. If the model is loaded
@@ -24,6 +23,11 @@ ADVICE = "pass trust_remote_code=True: only modeling_dynorm.py knows the layers 
 
 class PointwiseLayer(nn.Module):
     """The parts that all functions share: the centre, the witnesses and the affine map."""
+
+    center: nn.Parameter | None
+    log_gain: nn.Parameter
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class PointwiseLayer(nn.Module):
         factor: Any = self.scale
         if self.weight is not None:
             factor = (self.weight.flatten().to(wide) + self.weight_offset) * factor
-        y = self.function(u) * factor
+        y: Tensor = self.function(u) * factor
         if self.bias is not None:
             y = y + self.bias.flatten()
         return y.reshape(moved.shape).movedim(last, self.dims).to(returned)
@@ -111,10 +115,14 @@ class PointwiseLayer(nn.Module):
 class DyISRU(PointwiseLayer):
     """``f(u) = u / sqrt(beta + sum of gain_k * u_k^2 + u^2)`` (arXiv 2503.21708)."""
 
+    log_beta: nn.Parameter
+
     def first_constants(self, first_values: dict[str, float | None]) -> dict[str, float]:
+        """Return log(beta), of which beta is the number of channels by default."""
         return {"log_beta": math.log(first_values["beta_init"] or math.prod(self.shape))}
 
     def function(self, u: Tensor) -> Tensor:
+        """Return f(u), with the channels last."""
         u = _clamped(u)
         beta = self.log_beta.flatten().to(u.dtype).exp()
         return u / torch.sqrt(beta + self.witness_sum(u, leave_one_out=True) + u * u)
@@ -124,6 +132,7 @@ class LinearControl(DyISRU):
     """``f(u) = u / sqrt(beta + sum of gain_k * u_k^2)``."""
 
     def function(self, u: Tensor) -> Tensor:
+        """Return f(u), with the channels last."""
         if self.witnesses:
             u = _clamped(u)
         beta = self.log_beta.flatten().to(u.dtype).exp()
@@ -133,10 +142,12 @@ class LinearControl(DyISRU):
 class DyT(PointwiseLayer):
     """``f(u) = tanh(slope * u)``, ``slope = alpha / sqrt(1 + alpha^2 * sum of gain_k * u_k^2)``."""
 
+    alpha: nn.Parameter
     # alpha^-2 times this is the constant beta of a DyISRU with the same slope at 0.
     slope_ratio = 1.0
 
     def first_constants(self, first_values: dict[str, float | None]) -> dict[str, float]:
+        """Return alpha, and for Derf the shift."""
         return {name.removesuffix("_init"): value or 0.0 for name, value in first_values.items()}
 
     def slope_times(self, u: Tensor) -> Tensor:
@@ -149,15 +160,18 @@ class DyT(PointwiseLayer):
         return alpha * u * torch.rsqrt(1.0 + relative)
 
     def function(self, u: Tensor) -> Tensor:
+        """Return f(u), with the channels last."""
         return torch.tanh(self.slope_times(u))
 
 
 class Derf(DyT):
     """``f(u) = erf(slope * u + shift)``, with a slope as in DyT (arXiv 2512.10938)."""
 
+    shift: nn.Parameter
     slope_ratio = math.pi / 4
 
     def function(self, u: Tensor) -> Tensor:
+        """Return f(u), with the channels last."""
         return torch.erf(self.slope_times(u) + self.shift.flatten())
 
 
@@ -166,6 +180,9 @@ class RootMeanSquareNorm(nn.Module):
 
     Some programs replace any class by a kernel without these parts if its name ends in RMSNorm.
     """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -244,7 +261,7 @@ class PointwiseModel:
     """The part of a model that puts the layers of its configuration in the place of its norms."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         _put_layers_(self, config.dynorm)
 
 
