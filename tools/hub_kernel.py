@@ -115,6 +115,9 @@ def write(folder: Path) -> None:
         (package / name).mkdir(parents=True)
     for name in FILES:
         source = (SOURCES / name).read_text("utf-8")
+        source = source.replace(
+            "install g++, then run python -m dynorm.kernels._build", "pip install dynorm has them"
+        )
         (package / name).write_text(relative(source, 1 + name.count("/")), "utf-8")
     (package / "__init__.py").write_text(FACE)
     (package / "layers" / "__init__.py").write_text(LAYERS)
