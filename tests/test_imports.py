@@ -74,6 +74,12 @@ OPTIONAL = [
     "accelerate",
     "typer",
     "rich",
+    "jinja2",
+    "pandas",
+    "huggingface_hub",
+    "tokenizers",
+    "gguf",
+    "datasets",
 ]
 
 

@@ -17,13 +17,15 @@ from safetensors import SafetensorError
 from dynorm.errors import DynormError, StorageError
 
 # A directory with one of these is a saved model, which may be replaced.
-_MARKERS = ("dynorm.json", "config.json")
+_MARKERS = ("dynorm.json", "config.json", "dynorm_delta.json")
 # The files of a saved model. All others in an old directory are kept.
 _MODEL_FILES = (
     *_MARKERS,
     "generation_config.json",
     "model*.safetensors",
     "model*.safetensors.index.json",
+    "modeling_dynorm.py",
+    "dynorm_delta.safetensors",
 )
 # Constants of Linux for renameat2.
 _AT_FDCWD = -100

@@ -16,6 +16,9 @@ from dynorm.hub.stock import as_stock
 
 __all__ = ["as_stock", "load", "save"]
 
+# `import dynorm` must not import transformers, but its from_pretrained must know converted models
+# in either order of the two imports. transformers looks for no plugins, so wrapt calls these
+# functions when a module is imported, or at once if it has been.
 # A program may read the quantization_config of a folder before it imports any model.
 register_post_import_hook(register_quantizer, QUANTIZERS)
 register_post_import_hook(register_with_transformers, MODELING)

@@ -10,10 +10,13 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from dynorm.errors import ArgumentError, StorageError
+from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.files import replaced_directory
 from dynorm.guard import require_plain_model
 from dynorm.hub.contents import contents_of
+from dynorm.hub.delta import CONFIG as DELTA
+from dynorm.hub.delta import read_delta, write_delta
+from dynorm.hub.online import downloaded, is_hub_name, require_hub_name, upload
 from dynorm.hub.plain import CONFIG, read_plain, write_plain
 from dynorm.replace.converted import warn_of_defaults
 from dynorm.wrappers import unwrapped
@@ -23,7 +26,15 @@ MODELING = "transformers.modeling_utils"
 QUANTIZERS = "transformers.quantizers.auto"
 
 
-def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def save(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    remote_code: bool = False,
+    base: str | None = None,
+    push_to_hub: str | None = None,
+) -> None:
     """Save a converted model: its weights, and its point-wise layers with their paths; no pickle.
 
     A transformers model is written as ``save_pretrained`` writes it, with its layers named in
@@ -33,6 +44,10 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
     was.
     Wrappers of the model or its parts, such as ``checkpoint_wrapper`` and ``torch.compile``, are
     left out: the directory loads into the model without them, or with others.
+    With ``remote_code`` a transformers model loads without dynorm too: the directory gets a file of
+    plain torch layers, and ``from_pretrained`` needs ``trust_remote_code=True``.
+    With ``base``, the model that was converted, only the layers are written, which is enough if
+    nothing else was trained: a small directory, to share as adapters are shared.
     Shared tensors stay shared. Buffers that are not persistent are not saved, nor are the original
     norms: a loaded model cannot be restored.
 
@@ -41,12 +56,20 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
         directory: where to; its parent must exist.
         overwrite: replace a saved model that is there. Other files in the directory, such as a
             tokenizer's, are kept.
+        remote_code: write the code of the layers too, for programs that do not import dynorm.
+            ``dynorm.load`` does not load such a directory.
+        base: the folder or hub name of the model before its conversion, with "@revision" if it is
+            not the main one. The directory then has the layers and checksums of the other weights.
+        push_to_hub: the name of a repository, such as "user/model", to upload the directory to. It
+            is created if there is none.
 
     Raises:
         ArgumentError: ``model`` is not a module.
         ModelError: it has no point-wise layer, is wrapped in FSDP, sharded or on the meta device,
-            is quantized too, or holds state that is not a tensor.
-        StorageError: the directory exists, or cannot be written.
+            is quantized too, or holds state that is not a tensor. With ``remote_code``: its class is
+            not one of transformers', it has several dtypes, or layers that are still annealed. With
+            ``base``: other weights changed since ``convert_``, or the model was folded.
+        StorageError: the directory exists, or cannot be written or uploaded.
 
     Warns:
         CalibrationWarning: layers have default constants.
@@ -65,16 +88,37 @@ def save(model: nn.Module, directory: str | os.PathLike[str], *, overwrite: bool
     model = unwrapped(model)
     contents = contents_of(model)
     warn_of_defaults(model)
-    base = getattr(sys.modules.get(MODELING), "PreTrainedModel", None)
+    pretrained = getattr(sys.modules.get(MODELING), "PreTrainedModel", None)
+    if push_to_hub is not None:
+        require_hub_name(push_to_hub)
+    if remote_code and base is not None:
+        raise ArgumentError("give either remote_code or base: a change of a base has no code")
+    if remote_code and (pretrained is None or not isinstance(model, pretrained)):
+        raise ModelError(
+            f"a model to save with code must be one of transformers', got {type(model).__name__}"
+            ": save it without remote_code"
+        )
     with replaced_directory(directory, overwrite=overwrite) as folder:
-        if base is not None and isinstance(model, base):
+        if base is not None:
+            write_delta(model, contents, folder, base)
+        elif remote_code:
+            _with_transformers()
+            importlib.import_module("dynorm.hub.code").write_with_code(model, contents, folder)
+        elif pretrained is not None and isinstance(model, pretrained):
             _with_transformers()
             model.save_pretrained(folder)
         else:
             write_plain(model, contents, folder)
+    if push_to_hub is not None:
+        upload(directory, push_to_hub)
 
 
-def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+def load(
+    directory: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    *,
+    revision: str | None = None,
+) -> nn.Module:
     """Load a directory of :func:`save`, in eval mode, with bit-equal tensors.
 
     The outputs are bit-equal too if the tensors of both models are aligned as torch aligns them.
@@ -84,13 +128,15 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
     A transformers model is loaded on the CPU, in the class that config.json names, from the
     directory only. For any other model, build it as it was before its conversion and pass it: its
     norms are replaced, and its tensors filled, in the saved dtypes and on their device. Files
-    cannot make dynorm import code.
+    cannot make dynorm import code. A directory that was saved with ``base`` is put into the base
+    model, whose weights are checked; it is loaded by its name, or passed.
 
     Args:
-        directory: a local directory.
+        directory: a local directory, or the name of a model on the hub.
         model: for a plain torch model, an unconverted instance of its class, changed in place; meta
             tensors become tensors on the CPU. Its parameters keep their ``requires_grad``, a
             point-wise layer that of its norm.
+        revision: the branch, tag or commit of a model on the hub.
 
     Returns:
         The model; for a plain torch model, the one that was passed.
@@ -116,11 +162,12 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
         >>> torch.equal(loaded(x), model(x))
         True
     """
-    folder = Path(directory)
+    if is_hub_name(directory):
+        folder = downloaded(str(directory), revision)
+    else:
+        folder = Path(directory)
     if not folder.is_dir():
-        raise StorageError(
-            f"{folder} must be a directory, but is not: for a name on a hub, use from_pretrained"
-        )
+        raise StorageError(f"{folder} must be a directory, or the name of a model on the hub")
     before = folder.stat()
     try:
         return _read(folder, model)
@@ -134,6 +181,8 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
 # Parameters that are made in inference mode can never be trained.
 @torch.inference_mode(False)
 def _read(folder: Path, model: nn.Module | None) -> nn.Module:
+    if (folder / DELTA).exists():
+        return read_delta(folder, model)
     if (folder / CONFIG).exists():
         return read_plain(folder, model)
     if not (folder / _TRANSFORMERS_CONFIG).exists():

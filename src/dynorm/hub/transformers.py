@@ -168,9 +168,9 @@ def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
             )
         changes = None
     with ExitStack() as stack:
-        stack.enter_context(_put_back(model.config, "quantization_config"))
-        stack.enter_context(_put_back(model.config, "to_json_file"))
-        stack.enter_context(_put_back(model, "_tied_weights_keys"))
+        stack.enter_context(put_back(model.config, "quantization_config"))
+        stack.enter_context(put_back(model.config, "to_json_file"))
+        stack.enter_context(put_back(model, "_tied_weights_keys"))
         if changes is not None:
             modules = plain_modules(model, remove_duplicate=False)
             for spec in changes.layers:
@@ -179,24 +179,27 @@ def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
                     hook: Any = modules[spec.paths[0]].register_state_dict_post_hook
                     stack.callback(hook(_copy_buffers).remove)
             # A dict, because transformers cannot load with a config that holds the object.
-            model.config.quantization_config = _config_of(model, changes).to_dict()
+            model.config.quantization_config = config_of(model, changes).to_dict()
             vars(model.config)["to_json_file"] = partial(_write_with_barrier, model.config)
-            # transformers writes a tensor of two names only if the model declares one of them to be
-            # tied.
-            tied = {}
-            for alias, name in aliases_of(model, changes.layers).items():
-                tied[f"^{re.escape(alias)}$"] = name
-            if tied:
-                model._tied_weights_keys = dict(model._tied_weights_keys or {}) | tied
+            tie_aliases_(model, changes)
         elif method == METHOD:
             del model.config.quantization_config
         yield
 
 
+def tie_aliases_(model: Any, changes: contents.Contents) -> None:
+    """Declare the parameters of layers with several paths as tied: otherwise they are not saved."""
+    tied = {}
+    for alias, name in aliases_of(model, changes.layers).items():
+        tied[f"^{re.escape(alias)}$"] = name
+    if tied:
+        model._tied_weights_keys = dict(model._tied_weights_keys or {}) | tied
+
+
 def _write_with_barrier(config: Any, path: str, **options: object) -> None:
     """Write config.json with the key that keeps transformers without dynorm from loading it."""
     # transformers removes the key from the config just before it calls this function.
-    with _put_back(config, "to_json_file"), _put_back(config, BARRIER):
+    with put_back(config, "to_json_file"), put_back(config, BARRIER):
         del vars(config)["to_json_file"]
         vars(config)[BARRIER] = ADVICE
         config.to_json_file(path, **options)
@@ -222,6 +225,11 @@ def read_transformers(folder: Path) -> nn.Module:
     """Load a directory into the class that its config.json names; errors as :func:`dynorm.load`."""
     config = contents.read_json(folder / CONFIG)
     quantization = config.get("quantization_config")
+    if "dynorm" in config:
+        raise StorageError(
+            f"{folder} must be loaded by from_pretrained, because it was saved with "
+            "remote_code=True: pass trust_remote_code=True to it"
+        )
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         raise StorageError(
             f"{folder / CONFIG} must name dynorm's layers, but does not: use from_pretrained for it"
@@ -265,7 +273,8 @@ def read_transformers(folder: Path) -> nn.Module:
     return model
 
 
-def _config_of(model: Any, changes: contents.Contents) -> DynormConfig:
+def config_of(model: Any, changes: contents.Contents) -> DynormConfig:
+    """Return the description of a model's layers, by paths of its base model."""
     prefix = base_prefix(model)
 
     def split(paths: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -351,7 +360,7 @@ def require_whole_weights(folder: Path) -> None:
 
 
 @contextmanager
-def _put_back(holder: object, name: str) -> Iterator[None]:
+def put_back(holder: object, name: str) -> Iterator[None]:
     """Restore an instance's attribute at the end; delete it if there was none."""
     before = {name: vars(holder)[name]} if name in vars(holder) else {}
     try:

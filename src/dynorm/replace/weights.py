@@ -6,7 +6,7 @@ The checksums are not saved with the model, but copied and pickled with its modu
 """
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ def remember_weights_(model: nn.Module) -> None:
         record: Record = {}
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                record[name] = _checksums(parameter)
+                record[name] = checksums(parameter)
         module.__dict__[_RECORD] = record
 
 
@@ -64,7 +64,7 @@ def renew_modules_(modules: Iterable[nn.Module]) -> None:
             continue
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                record[name] = _checksums(parameter)
+                record[name] = checksums(parameter)
 
 
 def hand_over_record_(new: nn.Module, before: nn.Module) -> None:
@@ -89,7 +89,7 @@ def changed_weights(model: nn.Module) -> list[str]:
             if parameter is None:
                 continue
             if name in record:
-                is_changed = _is_changed(parameter, record[name])
+                is_changed = differs(parameter, record[name])
             else:
                 # An adapter, or a new head: if it can be trained, it may have been.
                 is_changed = parameter.requires_grad and _is_comparable(parameter)
@@ -143,7 +143,7 @@ def _checksum(values: Tensor) -> int:
     return zlib.crc32(values.contiguous().numpy().tobytes())
 
 
-def _checksums(parameter: Tensor) -> frozenset[int] | None:
+def checksums(parameter: Tensor) -> frozenset[int] | None:
     """Return the checksums of a parameter's values as they are, and rounded by casts."""
     if not _is_comparable(parameter):
         return None
@@ -153,7 +153,8 @@ def _checksums(parameter: Tensor) -> frozenset[int] | None:
     return frozenset(_checksum(cast) for cast in casts)
 
 
-def _is_changed(parameter: Tensor, checksums: frozenset[int] | None) -> bool:
-    if checksums is None or not _is_comparable(parameter):
+def differs(parameter: Tensor, expected: Collection[int] | None) -> bool:
+    """Return whether a parameter differs from that of the checksums; False if not comparable."""
+    if expected is None or not _is_comparable(parameter):
         return False
-    return _checksum(_sampled(parameter)) not in checksums
+    return _checksum(_sampled(parameter)) not in expected
