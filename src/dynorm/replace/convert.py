@@ -437,7 +437,7 @@ def _arguments(site: NormSite, options: LayerOptions) -> dict[str, Any]:
     if site.weight_offset and site.weight_name is not None:
         arguments["weight_offset"] = site.weight_offset
     if issubclass(options.kind, AnnealedNorm):
-        arguments |= {"kind": site.kind, "norm_eps": site.eps, "place": site.order}
+        arguments |= {"kind": site.kind, "norm_eps": site.eps}
     return arguments
 
 
