@@ -245,7 +245,7 @@ def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int,
     return tuple(positions)
 
 
-def check_told(witnesses: Tensor, gain: Tensor | None, channels: int) -> None:
+def check_witness_tensors(witnesses: Tensor, gain: Tensor | None, channels: int) -> None:
     """Refuse witnesses and gains that are not as :func:`dynorm.functional.dyisru_general` says."""
     if (
         witnesses.ndim != 1

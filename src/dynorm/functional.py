@@ -31,6 +31,7 @@ then the bias".
 
 import math
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ from dynorm.arguments import (
     Constant,
     along,
     check_not_negative,
-    check_told,
+    check_witness_tensors,
     constant,
     count,
     parameter,
@@ -330,9 +331,14 @@ def dyisru_general(
     """
     z, axes = resolve(x, dim)
     beta = constant("beta", beta, z, axes, positive=True)
-    u, told = _shifted(z, center, axes, (witnesses, gain), leave_one_out=True)
-    y = _soft_sign(u, beta) if told is None else _soft_sign_of_token(u, beta, told)
-    return _affine(y, _bound(z, axes) if scale is None else scale, weight, bias, axes).to(x.dtype)
+    u, witness_sum = _shifted(z, center, axes, (witnesses, gain), leave_one_out=True)
+    if witness_sum is None:
+        y = _soft_sign(u, beta)
+    else:
+        y = _soft_sign_of_token(u, beta, witness_sum)
+    if scale is None:
+        scale = _bound(z, axes)
+    return _affine(y, scale, weight, bias, axes).to(x.dtype)
 
 
 def derf(
@@ -414,9 +420,9 @@ def _soft_sign(d: Tensor, beta: Constant) -> Tensor:
     return d / torch.sqrt(beta + d * d)
 
 
-def _soft_sign_of_token(u: Tensor, beta: Constant, told: "_Told") -> Tensor:
+def _soft_sign_of_token(u: Tensor, beta: Constant, witness_sum: "_WitnessSum") -> Tensor:
     """Return ``u / sqrt(beta + sum + u**2)``, where the witnesses give the sum."""
-    total, largest = told
+    total, largest = witness_sum
     # Each number is divided by the largest of those that it is added to, before it is squared. No
     # square then overflows, not even in float16, to which other tools convert a whole graph.
     # The result does not depend on the units, so they need no gradient.
@@ -440,9 +446,14 @@ def _at_least(size: Tensor, least: Constant) -> Tensor:
 # The smallest normal number of float16, so that it stays a divisor after a conversion to it.
 _SMALLEST_UNIT = 2.0**-14
 
-_ToldBy = tuple[Tensor | None, Tensor | None]  # witnesses and their gains
-# For each token ``sum_k g_k (u_k / largest)**2``, and the size of its largest witness.
-_Told = tuple[Tensor, Tensor]
+_WitnessesAndGains = tuple[Tensor | None, Tensor | None]
+
+
+class _WitnessSum(NamedTuple):
+    """The squares of a token's witnesses, in units in which none of them overflows."""
+
+    total: Tensor  # ``sum_k g_k (u_k / largest)**2``
+    largest: Tensor  # the size of the largest witness
 
 
 def _sloped(
@@ -450,7 +461,7 @@ def _sloped(
     center: Constant | None,
     slope: Constant,
     axes: tuple[int, ...],
-    told_by: _ToldBy,
+    witnesses_and_gains: _WitnessesAndGains,
     *,
     ratio: float = 1.0,
 ) -> tuple[Tensor, Constant]:
@@ -458,10 +469,10 @@ def _sloped(
 
     Without witnesses they are u and the slope. ``ratio`` is ``1 / (beta * slope**2)``.
     """
-    u, told = _shifted(z, center, axes, told_by)
-    if told is None:
+    u, witness_sum = _shifted(z, center, axes, witnesses_and_gains)
+    if witness_sum is None:
         return u, slope
-    total, largest = told
+    total, largest = witness_sum
     if isinstance(slope, Tensor):
         width: Constant = 1 / slope.detach().abs().clamp_min(_SMALLEST_UNIT)
     else:
@@ -480,16 +491,16 @@ def _shifted(
     z: Tensor,
     center: Constant | None,
     axes: tuple[int, ...],
-    told_by: _ToldBy,
+    witnesses_and_gains: _WitnessesAndGains,
     *,
     leave_one_out: bool = False,
-) -> tuple[Tensor, _Told | None]:
+) -> tuple[Tensor, _WitnessSum | None]:
     """Return u, that is ``z - center``, and the sum and the largest of the witnesses, if any.
 
     With ``leave_one_out`` a witness is not in its own sum. The others are added, instead of
     subtracting it from a total, because a witness is often larger than all of them together.
     """
-    witnesses, gain = told_by
+    witnesses, gain = witnesses_and_gains
     u = z if center is None else z - constant("center", center, z, axes)
     if witnesses is None or witnesses.numel() == 0:
         if gain is not None and gain.numel():
@@ -498,7 +509,7 @@ def _shifted(
             )
         return u, None
     channels = count(z, axes)
-    check_told(witnesses, gain, channels)
+    check_witness_tensors(witnesses, gain, channels)
     u = _clamped(u)
     last = tuple(range(-len(axes), 0))
     chosen = u.movedim(axes, last).flatten(-len(axes)).index_select(-1, witnesses)
@@ -516,7 +527,8 @@ def _shifted(
             torch.where(position == k, 0, term)
             for k, term in zip(witnesses.unbind(), squares, strict=True)
         ]
-    return u, (reduce(torch.add, squares), largest.reshape(one_per_token))
+    total = reduce(torch.add, squares)
+    return u, _WitnessSum(total, largest.reshape(one_per_token))
 
 
 def _affine(
