@@ -20,6 +20,8 @@ from dynorm.site import NormSite
 # The arguments of one call of a model: a tensor, several by position, or several by name.
 Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
+# The same as a call takes them: by position and by name.
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Item = TypeVar("Item")
 
 # Common names of two-dimensional masks, and whether their ones are tokens; otherwise they are
@@ -105,11 +107,11 @@ def call_hint(args: tuple[object, ...]) -> str:
     return ""
 
 
-def arguments(model: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(model: nn.Module, batch: Batch) -> Inputs:
     """Return the arguments for calling a model on a batch, on the device of its parameters."""
     parameter = next(model.parameters(), None)
 
-    def moved(value: Any) -> Any:
+    def moved(value: object) -> object:
         if not isinstance(value, Tensor) or parameter is None:
             return value
         if value.is_meta and not parameter.is_meta:
@@ -129,9 +131,7 @@ def arguments(model: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[str
     return tuple(moved(value) for value in values), {}
 
 
-def example_arguments(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def example_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> Inputs:
     """Return the arguments of one call of a model, which may be given as one batch.
 
     A single tuple or dict is taken apart as a batch is, unless its parts do not fit the forward:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeGuard
@@ -211,7 +211,11 @@ class _NormFunctions(TorchFunctionMode):
         self.running = running
 
     def __torch_function__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> Any:
         seen = self.running.current()
         if func in _FUNCTIONS and seen is not None:
@@ -296,7 +300,7 @@ _MODULE_TABLES = frozenset(nn.Module().__dict__)
 _CONSTANTS = (int, float, str, torch.dtype, type(None))
 
 
-def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
+def find_norms(model: nn.Module, *args: object, **kwargs: object) -> list[NormSite]:
     """Find the LayerNorms and RMSNorms of a model by behaviour, with one run of it.
 
     The model is called once under `torch.no_grad()`. Each module that took one tensor, returned one

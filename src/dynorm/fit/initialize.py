@@ -1,7 +1,6 @@
 """Constants for training from the first step: by theory, from one batch (closed form 5)."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +103,7 @@ def init_from_batch_(model: nn.Module, batch: Batch, *, share: float = 0.1) -> I
         masks = token_masks(batch)
         paths = {layer: path for path, layer in layers.items()}
 
-        def set_(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        def set_(layer: PointwiseNorm, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             path = paths[layer]
             if path not in sigma:
                 ranks.require_same_place(path)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from dynorm.arguments import check_not_negative
-from dynorm.batches import example_arguments
+from dynorm.batches import Inputs, example_arguments
 from dynorm.errors import DynormError, ModelError
 from dynorm.find.probe import find_norms
 from dynorm.fold.apply import applied
@@ -25,7 +25,7 @@ from dynorm.replace.edits import added_biases, is_changed, untied
 from dynorm.replace.weights import changed_weights, renew_weights_
 from dynorm.site import NormSite, select_sites
 from dynorm.stream.capture import capture
-from dynorm.stream.tensors import Inputs, copied
+from dynorm.stream.tensors import copied
 
 
 def fold_(

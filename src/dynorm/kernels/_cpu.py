@@ -146,9 +146,9 @@ def serve_gradients(
     return (*results, None)
 
 
-def _problem(form: Form, x: Tensor, parameters: Parameters) -> list[Any]:
+def _problem(form: Form, x: Tensor, parameters: Parameters) -> list[object]:
     """Return a call as the C++ side takes it (``read_problem`` in csrc/module.cpp)."""
-    arguments: list[Any] = [
+    arguments: list[object] = [
         form.function,
         form.logarithmic,
         DTYPES[x.dtype],

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ _BACKWARD_TILE = 2048
 _WIDEST = 512
 
 Candidate = TypeVar("Candidate")
-_chosen: dict[Hashable, Any] = {}
+_chosen: dict[Hashable, object] = {}
 _lock = threading.Lock()
 
 

@@ -1,6 +1,7 @@
 """Annealed layers, which begin as the norm they replace and end as a point-wise function."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -191,7 +192,7 @@ class AnnealedNorm(PointwiseNorm):
             self.set_t_(value)
         self._seen = _written(t)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._follow()
         super()._apply(fn, recurse)
         # In bfloat16 it would no longer be the number that was set; to_empty leaves any number.

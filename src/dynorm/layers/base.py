@@ -461,7 +461,7 @@ class PointwiseNorm(nn.Module):
             positions = torch.tensor(channels, device=log_gain.device)
         self.register_buffer("witnesses", positions)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # From the meta device to_empty brings arbitrary numbers.
         if self.witnesses is not None and not self.witnesses.is_meta:

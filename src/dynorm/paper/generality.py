@@ -119,7 +119,7 @@ class Generality:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every study as plain numbers."""
-        numbers: dict[str, Any] = {"base": self.base.to_dict()}
+        numbers: dict[str, object] = {"base": self.base.to_dict()}
         for axis, studies in self.axes.items():
             numbers[f"over_{axis}"] = [study.to_dict() for study in studies]
         return numbers

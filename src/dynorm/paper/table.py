@@ -15,7 +15,7 @@ from dynorm.report.rendering import rendered
 from dynorm.table import Column, Table
 
 
-def document(reproduction: Reproduction) -> dict[str, Any]:
+def document(reproduction: Reproduction) -> dict[str, object]:
     """Return the results as plain lists and dictionaries, which ``json.dumps`` accepts."""
     simulation = reproduction.simulation
     functions = {}
@@ -173,7 +173,7 @@ def _generality_table(generality: Generality) -> str:
     return f"{Table(columns, rows, title=title)}\n"
 
 
-def _generality_row(setting: str, study: Study) -> tuple[Any, ...]:
+def _generality_row(setting: str, study: Study) -> tuple[object, ...]:
     return (
         setting,
         *sorted(study.middle("DyT")),

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +143,9 @@ def observed_ranges(
     # Those of the present batch.
     masks: list[Tensor] = []
 
-    def widen(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+    def widen(
+        layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor
+    ) -> None:
         path = paths[layer]
         value = output if inputs_of is None else (*args, *kwargs.values())[0]
         site = layer if isinstance(layer, PointwiseNorm) else NormSite(path)

@@ -1,6 +1,6 @@
 """Static int8 of torchao for linear layers, with scales from the point-wise layers they read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,7 +199,9 @@ class _Watch(TorchFunctionMode):
     def returned(self, layer: nn.Module, args: object, output: Tensor) -> None:
         self.outputs[id(output)] = (output, self.layers[layer])
 
-    def enters(self, linear: nn.Module, args: Any, kwargs: Any) -> None:
+    def enters(
+        self, linear: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+    ) -> None:
         x = (*args, *kwargs.values())[0]
         self.entered = x
         self.inputs.setdefault(self.linears[linear], _Inputs()).add(self.source(x), x.ndim)
@@ -207,7 +209,13 @@ class _Watch(TorchFunctionMode):
     def leaves(self, linear: nn.Module, args: object, output: Tensor) -> None:
         self.entered = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> Any:
         read = args
         # The input of a linear layer has been recorded by its hook.
         if args and args[0] is self.entered:

@@ -4,7 +4,6 @@ The *channel axis* of a value is the axis that a norm normalizes.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,7 +127,7 @@ def made_by(node: Node, axis: int) -> tuple[Node, int] | None:
     return None
 
 
-def held_at(node: Any, axis: int) -> tuple[Slot, int] | None:
+def held_at(node: object, axis: int) -> tuple[Slot, int] | None:
     """Return the parameter that a value is a view of, and the axis there; None for any other."""
     while is_tensor(node):
         slot = slot_of(node)
@@ -149,7 +148,7 @@ def factor_of(node: Node, value: Node, axis: int) -> bool:
         return False
     first, second = node.args
     if first is value and second is not value:
-        other: Any = second
+        other: object = second
     elif second is value and first is not value and packet(node) == "aten.mul":
         other = first
     else:

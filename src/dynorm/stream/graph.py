@@ -182,7 +182,7 @@ def argument(node: Node, index: int) -> Any:
     return node.args[index] if index < len(node.args) else None
 
 
-def as_list(argument: Any) -> list[Any]:
+def as_list(argument: object) -> list[object]:
     """Return an argument that may be one thing or several as a list."""
     return list(argument) if isinstance(argument, (list, tuple)) else [argument]
 

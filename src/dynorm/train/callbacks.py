@@ -159,7 +159,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         callbacks.sort(key=lambda callback: callback is not self)
 
     def on_train_end(
-        self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Stop watching the model."""
         if self._monitor is not None:

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -189,7 +188,7 @@ class AnnealStart:
         if self._owner is module:
             self._owner = None
 
-    def _add(self, layer: AnnealedNorm, args: tuple[Any, ...], output: Tensor) -> None:
+    def _add(self, layer: AnnealedNorm, args: tuple[Tensor, ...], output: Tensor) -> None:
         # Inside a backward pass, activation checkpointing runs the layer again: it was counted
         # before. torch has no public function for this.
         if torch._C._current_graph_task_id() != -1:
@@ -234,7 +233,7 @@ def require_same_anneal(model: nn.Module) -> None:
 
 
 def _named(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> dict[str, object]:
     """Return the arguments of a module by name, with the entries of those that are dicts."""
     named: dict[str, object] = {}

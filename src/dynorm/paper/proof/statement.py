@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import sympy as sp
 from torch import Tensor
@@ -145,7 +144,7 @@ class Statement:
         return formulas
 
 
-def symbols_in(formula: Expr) -> set[Any]:
+def symbols_in(formula: Expr) -> set[object]:
     """Return the symbols of a formula; not the indices and the vectors of its channels."""
     symbols = set()
     parts = sp.preorder_traversal(formula)
