@@ -131,7 +131,11 @@ def arguments(model: nn.Module, batch: Batch) -> Inputs:
     return tuple(moved(value) for value in values), {}
 
 
-def example_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]) -> Inputs:
+def example_arguments(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, object],
+) -> Inputs:
     """Return the arguments of one call of a model, which may be given as one batch.
 
     A single tuple or dict is taken apart as a batch is, unless its parts do not fit the forward:
@@ -190,7 +194,11 @@ def token_masks(batch: Batch) -> list[Tensor]:
     return masks
 
 
-def valid_tokens(shape: torch.Size, dims: tuple[int, ...], masks: list[Tensor]) -> Tensor | None:
+def valid_tokens(
+    shape: torch.Size,
+    dims: tuple[int, ...],
+    masks: list[Tensor],
+) -> Tensor | None:
     """Return which tokens of an input are not padding, flat, or None if no mask fits its ``shape``.
 
     A mask (B, T) fits an input whose axes, without the channels ``dims``, are (B, T), (T, B), (B,

@@ -81,7 +81,12 @@ def mean_square(x: Tensor, dim: Axes = -1, keepdim: bool = False) -> Tensor:
     return (z * z).mean(axes, keepdim).to(x.dtype)
 
 
-def rms(x: Tensor, dim: Axes = -1, eps: float = 0.0, keepdim: bool = False) -> Tensor:
+def rms(
+    x: Tensor,
+    dim: Axes = -1,
+    eps: float = 0.0,
+    keepdim: bool = False,
+) -> Tensor:
     r"""Return the root mean square, by which RMSNorm divides (the note).
 
     .. math:: \mathrm{RMS}(x) = \sqrt{\mathrm{MS}(x) + \varepsilon}
@@ -118,7 +123,10 @@ def center(x: Tensor, dim: Axes = -1) -> Tensor:
 
 
 def centering_matrix(
-    channels: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    channels: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
 ) -> Tensor:
     r"""Return the matrix that centres a row vector (the note).
 

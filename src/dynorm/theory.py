@@ -227,7 +227,12 @@ def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor
 
 
 def witness_derivative(
-    x: Tensor, beta: float, witnesses: Tensor, gain: Tensor | None = None, *, scale: float = 1.0
+    x: Tensor,
+    beta: float,
+    witnesses: Tensor,
+    gain: Tensor | None = None,
+    *,
+    scale: float = 1.0,
 ) -> Tensor:
     r"""Return the Jacobian of DyISRU with witnesses: a diagonal, and one column per witness.
 

@@ -156,7 +156,11 @@ class _Input(NamedTuple):
         return not torch.equal(now.nan_to_num(), self.value.nan_to_num())
 
 
-def _problem(args: tuple[object, ...], kwargs: dict[str, object], output: object) -> str | None:
+def _problem(
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    output: object,
+) -> str | None:
     extras = (*args[1:], *kwargs.values())
     if args and any(isinstance(leaf, Tensor) for leaf in tree_leaves(extras)):
         return ANOTHER_TENSOR
@@ -245,7 +249,10 @@ def observe(
     running = _CallStack(observations)
 
     def hook(
-        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: Any
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        output: Any,
     ) -> None:
         seen = observations[id(module)]
         seen.record(args, kwargs, output, running.current_input())
@@ -300,7 +307,11 @@ _MODULE_TABLES = frozenset(nn.Module().__dict__)
 _CONSTANTS = (int, float, str, torch.dtype, type(None))
 
 
-def find_norms(model: nn.Module, *args: object, **kwargs: object) -> list[NormSite]:
+def find_norms(
+    model: nn.Module,
+    *args: object,
+    **kwargs: object,
+) -> list[NormSite]:
     """Find the LayerNorms and RMSNorms of a model by behaviour, with one run of it.
 
     The model is called once under `torch.no_grad()`. Each module that took one tensor, returned one

@@ -171,7 +171,10 @@ def refine_(
     return replace(report, left=layers_without_norms(model))
 
 
-def _feeds(batches: Iterable[Batch], count: int) -> tuple[Iterable[Batch], Iterator[Batch]]:
+def _feeds(
+    batches: Iterable[Batch],
+    count: int,
+) -> tuple[Iterable[Batch], Iterator[Batch]]:
     """Return the batches to measure on, which can be gone through again, and ``count`` to take steps on."""
     if isinstance(batches, Sequence):
         return _First(batches, max(count, _MEASURED)), cycled(batches, count)

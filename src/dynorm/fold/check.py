@@ -56,7 +56,12 @@ class Check:
         tolerance: the relative error to allow; None chooses it by dtype.
     """
 
-    def __init__(self, model: nn.Module, example: Inputs, tolerance: float | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Inputs,
+        tolerance: float | None = None,
+    ) -> None:
         self.dtype = _narrowest_dtype(model)
         self.inputs = [copied(example)]
         self._before = [self._of_example(model)]
@@ -276,7 +281,12 @@ def _are_equal(inputs: Inputs, example: Inputs) -> bool:
     return True
 
 
-def fresh(inputs: Inputs, seed: int, integers: bool = True, constants: bool = True) -> Inputs:
+def fresh(
+    inputs: Inputs,
+    seed: int,
+    integers: bool = True,
+    constants: bool = True,
+) -> Inputs:
     """Return random inputs like an example.
 
     Without ``integers`` or ``constants``, tensors of integers or of one number stay as they are.

@@ -166,7 +166,12 @@ def fold_(
     )
 
 
-def _find_sites(model: nn.Module, example: Inputs, only: Globs, skip: Globs) -> list[SiteFold]:
+def _find_sites(
+    model: nn.Module,
+    example: Inputs,
+    only: Globs,
+    skip: Globs,
+) -> list[SiteFold]:
     """Return the records of all norms, in call order, and then of all point-wise layers."""
     args, kwargs = example
     sites = find_norms(model, *args, **kwargs)

@@ -165,7 +165,11 @@ def mean_squares(model: nn.Module, folds: Sequence[SiteFold], example: Inputs) -
             sites[fold.module] = fold.site
             squares[fold.module] = []
 
-    def measure(module: nn.Module, args: tuple[Tensor, ...], _: object) -> None:
+    def measure(
+        module: nn.Module,
+        args: tuple[Tensor, ...],
+        _: object,
+    ) -> None:
         tokens = site_tokens(sites[module], args[0].detach().double(), [])
         if sites[module].kind == "layernorm":
             of_tokens = tokens.var(-1, correction=0)

@@ -53,7 +53,12 @@ def available() -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability() >= _CAPABILITY
 
 
-def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = None) -> Tensor:
+def forward(
+    form: Form,
+    x: Tensor,
+    parameters: Parameters,
+    out: Tensor | None = None,
+) -> Tensor:
     """Return ``y = weight * scale * f(x - center) + bias`` of contiguous x, in one pass.
 
     It is written to ``out`` if that is given. It is computed in float32, in float64 for float64,
@@ -244,7 +249,11 @@ def _channels(witnesses: tuple[int, ...], device: torch.device) -> Tensor | None
     return torch.tensor(witnesses, device=device)
 
 
-def _backward_tiles(outer: int, channels: int, inner: int) -> tuple[int, int, int, int]:
+def _backward_tiles(
+    outer: int,
+    channels: int,
+    inner: int,
+) -> tuple[int, int, int, int]:
     """Return the rows and columns of a tile, the tiles side by side, and the steps of each.
 
     They are not tuned by timing: the order of the sums depends on them, and has to be the same in

@@ -192,7 +192,11 @@ class AnnealedNorm(PointwiseNorm):
             self.set_t_(value)
         self._seen = _written(t)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(
+        self,
+        fn: Callable[[Tensor], Tensor],
+        recurse: bool = True,
+    ) -> Self:
         self._follow()
         super()._apply(fn, recurse)
         # In bfloat16 it would no longer be the number that was set; to_empty leaves any number.

@@ -155,7 +155,10 @@ class PointwiseNorm(nn.Module):
         self.elementwise_affine = elementwise_affine
         self.per_channel = per_channel
 
-        def empty(shape: tuple[int, ...], exists: bool = True) -> nn.Parameter | None:
+        def empty(
+            shape: tuple[int, ...],
+            exists: bool = True,
+        ) -> nn.Parameter | None:
             if not exists:
                 return None
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -318,7 +321,13 @@ class PointwiseNorm(nn.Module):
         return kernels.Form(cls.kernel, cls.logarithmic, scale, channels=1, inner=1)
 
     @classmethod
-    def curve(cls, x: Tensor, beta: Tensor, center: float = 0.0, scale: float = 1.0) -> Tensor:
+    def curve(
+        cls,
+        x: Tensor,
+        beta: Tensor,
+        center: float = 0.0,
+        scale: float = 1.0,
+    ) -> Tensor:
         """Return ``scale * f(x - center)``, with slope ``scale / sqrt(beta)`` at the centre."""
         # The definition, unlike the kernels, takes a number as the centre.
         number: Any = center
@@ -452,7 +461,11 @@ class PointwiseNorm(nn.Module):
             )
         self._register_witnesses(channels, log_gain)
 
-    def _register_witnesses(self, channels: tuple[int, ...], log_gain: nn.Parameter | None) -> None:
+    def _register_witnesses(
+        self,
+        channels: tuple[int, ...],
+        log_gain: nn.Parameter | None,
+    ) -> None:
         self.witness_channels = channels
         self.register_parameter("log_gain", log_gain)
         # In the state dict, so that a checkpoint says which channels its gains belong to.
@@ -461,7 +474,11 @@ class PointwiseNorm(nn.Module):
             positions = torch.tensor(channels, device=log_gain.device)
         self.register_buffer("witnesses", positions)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(
+        self,
+        fn: Callable[[Tensor], Tensor],
+        recurse: bool = True,
+    ) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # From the meta device to_empty brings arbitrary numbers.
         if self.witnesses is not None and not self.witnesses.is_meta:

@@ -162,7 +162,12 @@ def settings_of(channels: int, sigma: float) -> dict[str, list[Setting]]:
     }
 
 
-def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: int = 1000) -> Study:
+def study(
+    channels: int = 100,
+    sigma: float = 2.0,
+    mean: float = 0.0,
+    samples: int = 1000,
+) -> Study:
     """Repeat the simulation and the fits of section 4 over many samples.
 
     The seeds are 1, 2, ..., so that any one sample can be reproduced. C must be at least 3, because
@@ -235,7 +240,12 @@ class _Outliers:
         return _Outliers(self.x[chosen], self.y[chosen], self.centers[chosen], self.betas[chosen])
 
 
-def _outliers(channels: int, sigma: float, mean: float, seeds: NDArray[np.int64]) -> _Outliers:
+def _outliers(
+    channels: int,
+    sigma: float,
+    mean: float,
+    seeds: NDArray[np.int64],
+) -> _Outliers:
     """Draw the samples of some seeds and raise their largest elements."""
     generator = np.random.RandomState()
     samples = np.empty((len(seeds), channels))

@@ -147,7 +147,12 @@ def _mean_text(mean: float) -> str:
     return f"{mean:.2g}"
 
 
-def _outlier_table(title: str, x: Array, values: Mapping[str, Array], form: str) -> str:
+def _outlier_table(
+    title: str,
+    x: Array,
+    values: Mapping[str, Array],
+    form: str,
+) -> str:
     columns: list[str | Column] = ["S", Column("x_o", ".2f")]
     for name in values:
         columns.append(Column(name, form))

@@ -103,7 +103,10 @@ def require_function(layer: nn.Module) -> None:
 
 
 def observed_ranges(
-    model: nn.Module, batches: Iterable[Batch], *, inputs_of: Iterable[str] | None = None
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    inputs_of: Iterable[str] | None = None,
 ) -> dict[str, Range]:
     """Run a model to find the least and largest output of each channel of its point-wise layers.
 
@@ -144,7 +147,10 @@ def observed_ranges(
     masks: list[Tensor] = []
 
     def widen(
-        layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor
+        layer: nn.Module,
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Tensor],
+        output: Tensor,
     ) -> None:
         path = paths[layer]
         value = output if inputs_of is None else (*args, *kwargs.values())[0]
@@ -170,7 +176,12 @@ def observed_ranges(
     return ranges
 
 
-def static_scale(low: Tensor, high: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor]:
+def static_scale(
+    low: Tensor,
+    high: Tensor,
+    *,
+    symmetric: bool = True,
+) -> tuple[Tensor, Tensor]:
     """Return the scale and the zero point with which int8 covers a range.
 
     The code of a value y is ``q = round(y / scale) + zero_point``.
@@ -207,7 +218,10 @@ def static_scale(low: Tensor, high: Tensor, *, symmetric: bool = True) -> tuple[
     return scale, zero.to(torch.int8)
 
 
-def _edges(layer: PointwiseNorm, sigmas: float | None) -> tuple[float | Tensor, float | Tensor]:
+def _edges(
+    layer: PointwiseNorm,
+    sigmas: float | None,
+) -> tuple[float | Tensor, float | Tensor]:
     """Return the least and largest value of the function, before scale, weight and bias."""
     # The largest input, in units of sqrt(beta).
     z = math.inf if sigmas is None else sigmas / math.sqrt(layer.channels)

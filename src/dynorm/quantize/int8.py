@@ -56,7 +56,11 @@ class Reader:
     peers: tuple[str, ...] = ()
 
 
-def find_readers(model: nn.Module, *args: object, **kwargs: object) -> list[Reader]:
+def find_readers(
+    model: nn.Module,
+    *args: object,
+    **kwargs: object,
+) -> list[Reader]:
     """Run a model once to find its linear layers and the point-wise layers that they read.
 
     A linear layer is an ``nn.Linear`` or a ``Conv1D`` of transformers. It reads a point-wise layer
@@ -173,7 +177,11 @@ class _Inputs:
 class _Watch(TorchFunctionMode):
     """Record which linear layers and other operators read the tensors that point-wise layers return."""
 
-    def __init__(self, layers: Mapping[nn.Module, str], linears: Mapping[nn.Module, str]) -> None:
+    def __init__(
+        self,
+        layers: Mapping[nn.Module, str],
+        linears: Mapping[nn.Module, str],
+    ) -> None:
         super().__init__()
         self.layers = layers
         self.linears = linears
@@ -200,7 +208,10 @@ class _Watch(TorchFunctionMode):
         self.outputs[id(output)] = (output, self.layers[layer])
 
     def enters(
-        self, linear: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+        self,
+        linear: nn.Module,
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Tensor],
     ) -> None:
         x = (*args, *kwargs.values())[0]
         self.entered = x
@@ -441,7 +452,11 @@ def _range(
 
 
 @torch.no_grad()
-def _multiply_steps_in_(model: nn.Module, plans: Sequence[_Plan], folded: set[str | None]) -> None:
+def _multiply_steps_in_(
+    model: nn.Module,
+    plans: Sequence[_Plan],
+    folded: set[str | None],
+) -> None:
     """Multiply the steps into the linear layers, and divide the folded layers by them."""
     step_of: dict[str, Tensor] = {}
     for plan in plans:

@@ -476,7 +476,11 @@ def _sources(norm: nn.Module, site: NormSite) -> dict[str, Tensor | None]:
     }
 
 
-def _require_unshared(model: nn.Module, norms: Iterable[nn.Module], changed: Set[Tensor]) -> None:
+def _require_unshared(
+    model: nn.Module,
+    norms: Iterable[nn.Module],
+    changed: Set[Tensor],
+) -> None:
     """Refuse a parameter that other modules share, if the layer holds it in another shape."""
     inside = {part for norm in norms for part in norm.modules()}
     for path, module in model.named_modules():

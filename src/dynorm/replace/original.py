@@ -28,7 +28,10 @@ def norm_outputs(model: nn.Module, batch: Batch) -> Outputs:
 
 
 def run_norms(
-    model: nn.Module, norms: Iterable[nn.Module], batch: Batch, see: Callable[..., object]
+    model: nn.Module,
+    norms: Iterable[nn.Module],
+    batch: Batch,
+    see: Callable[..., object],
 ) -> object:
     """Run a batch without gradient, each layer replaced by its norm, and return the model's output.
 
@@ -37,7 +40,10 @@ def run_norms(
     """
 
     def hook(
-        norm: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object], output: object
+        norm: nn.Module,
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, object],
+        output: object,
     ) -> object:
         if isinstance(norm, PointwiseNorm):
             output = original_forward(norm, *args)
@@ -54,7 +60,11 @@ def recorded(modules: Mapping[PointwiseNorm, nn.Module]) -> Iterator[Outputs]:
     outputs: Outputs = defaultdict(list)
     layers = {module: layer for layer, module in modules.items()}
 
-    def keep(module: nn.Module, args: tuple[object, ...], output: Tensor) -> None:
+    def keep(
+        module: nn.Module,
+        args: tuple[object, ...],
+        output: Tensor,
+    ) -> None:
         outputs[layers[module]].append(output.clone())
 
     with hooked(layers, keep):

@@ -48,7 +48,11 @@ class LayerSpec(PlainRecord):
                 return kind
         return layer_class(self.layer)
 
-    def build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
+    def build(
+        self,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> nn.Module:
         """Build the layer with default constants."""
         if self.layer == LAYER_NAMES[nn.Identity]:
             return identity()

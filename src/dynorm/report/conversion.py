@@ -107,7 +107,11 @@ def measure(
     return measurement.report(meta)
 
 
-def compare(model: nn.Module, original: nn.Module, batches: Iterable[Batch]) -> OutputReport:
+def compare(
+    model: nn.Module,
+    original: nn.Module,
+    batches: Iterable[Batch],
+) -> OutputReport:
     """Compare the outputs of a model and its original on all batches; neither is changed."""
     comparison = OutputComparison()
 

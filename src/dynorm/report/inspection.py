@@ -100,7 +100,11 @@ def inspect_norms(
         for batch, share in batches_with_shares(remaining, fit_on):
 
             def see(
-                norm: nn.Module, x: Tensor, _: Tensor, batch: Batch = batch, share: float = share
+                norm: nn.Module,
+                x: Tensor,
+                _: Tensor,
+                batch: Batch = batch,
+                share: float = share,
             ) -> None:
                 watched[norm].see(x, batch, share)
 

@@ -100,7 +100,12 @@ class Histogram:
     bins are finest at the origin; the unit is the typical size of ``x - origin``.
     """
 
-    def __init__(self, origin: float, unit: float, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        origin: float,
+        unit: float,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.origin = origin
         self.unit = unit
         bins = 2 * _HALF + 1
@@ -188,7 +193,12 @@ class Reservoir:
     2006).
     """
 
-    def __init__(self, size: int, seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        size: int,
+        seed: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.size = size
         self._generator = torch.Generator(device).manual_seed(seed)
         self._key, self._x, self._y = torch.empty(3, 0, dtype=torch.float64, device=device)

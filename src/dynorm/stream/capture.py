@@ -163,7 +163,10 @@ def _placeholders(program: "ExportedProgram") -> dict[str, list[Node]]:
     return nodes
 
 
-def _nodes_of(owner: Owner, placeholders: Mapping[str, list[Node]]) -> list[Node]:
+def _nodes_of(
+    owner: Owner,
+    placeholders: Mapping[str, list[Node]],
+) -> list[Node]:
     """Return the nodes of a parameter under all paths of its module."""
     nodes = []
     for path in owner.paths:

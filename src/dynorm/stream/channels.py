@@ -101,7 +101,11 @@ def moved_like(node: Node, source: Node, substitute: Tensor) -> Tensor:
     return moved
 
 
-def came_from(node: Node, axis: int, step: Step = moved) -> tuple[Node, int] | None:
+def came_from(
+    node: Node,
+    axis: int,
+    step: Step = moved,
+) -> tuple[Node, int] | None:
     """Return the value that ``node`` was moved (or carried) from, and its channel axis there.
 
     None if ``node`` was computed.

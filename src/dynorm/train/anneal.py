@@ -33,7 +33,12 @@ def annealed_layers(model: nn.Module) -> dict[str, AnnealedNorm]:
     return layers
 
 
-def set_anneal_(model: nn.Module, t: float, *, only: str | Iterable[str] | None = None) -> None:
+def set_anneal_(
+    model: nn.Module,
+    t: float,
+    *,
+    only: str | Iterable[str] | None = None,
+) -> None:
     """Move the annealed layers of a model between norm and point-wise function, in place.
 
     Args:

@@ -169,7 +169,10 @@ class AnnealStart:
             layer.fill_constants_(beta, center)
 
     def _enter(
-        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> None:
         masks = []
         if self._owner is None:
@@ -181,14 +184,24 @@ class AnnealStart:
             self._masks = masks
         self._running.append(module)
 
-    def _leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+    def _leave(
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        output: object,
+    ) -> None:
         # A module that raised may have left others on the stack.
         while self._running and self._running.pop() is not module:
             pass
         if self._owner is module:
             self._owner = None
 
-    def _add(self, layer: AnnealedNorm, args: tuple[Tensor, ...], output: Tensor) -> None:
+    def _add(
+        self,
+        layer: AnnealedNorm,
+        args: tuple[Tensor, ...],
+        output: Tensor,
+    ) -> None:
         # Inside a backward pass, activation checkpointing runs the layer again: it was counted
         # before. torch has no public function for this.
         if torch._C._current_graph_task_id() != -1:

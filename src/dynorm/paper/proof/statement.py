@@ -97,7 +97,14 @@ class Statement:
                 )
             later.remove(symbol)
 
-    def step(self, claim: Expr, reason: str, *, tag: str = "", by_sums: bool = False) -> None:
+    def step(
+        self,
+        claim: Expr,
+        reason: str,
+        *,
+        tag: str = "",
+        by_sums: bool = False,
+    ) -> None:
         """Add a step: ``sympy.Eq``, ``Ne``, ``Ge`` or ``Gt`` of two formulas, and why it holds."""
         if type(claim) not in _RELATIONS:
             raise ArgumentError(
@@ -109,7 +116,14 @@ class Statement:
         relation = _RELATIONS[type(claim)]
         self._add(Step(claim.lhs, relation, claim.rhs, reason, tag, by_sums=by_sums))
 
-    def then(self, right: Expr, reason: str, *, tag: str = "", by_sums: bool = False) -> None:
+    def then(
+        self,
+        right: Expr,
+        reason: str,
+        *,
+        tag: str = "",
+        by_sums: bool = False,
+    ) -> None:
         """Add a step that goes on from the right side of the one before: it equals ``right``."""
         left = self.steps[-1].right
         right = sp.sympify(right)
