@@ -142,10 +142,12 @@ def example_arguments(
     the model then takes the tuple or dict itself.
     """
     # A tokenizer returns a UserDict. An object of the user's class is one argument.
-    is_batch = len(args) == 1 and (type(args[0]) in (tuple, dict) or isinstance(args[0], UserDict))
-    if not is_batch or kwargs:
+    if len(args) != 1 or kwargs:
         return args, kwargs
-    batch_args, batch_kwargs = arguments(model, args[0])
+    (batch,) = args
+    if type(batch) not in (tuple, dict) and not isinstance(batch, UserDict):
+        return args, kwargs
+    batch_args, batch_kwargs = arguments(model, batch)
     try:
         signature(model.forward).bind(*batch_args, **batch_kwargs)
     except TypeError:

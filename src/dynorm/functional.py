@@ -197,7 +197,8 @@ def rms_norm(
         tensor([0.2000, 1.4000])
     """
     z, axes = resolve(x, dim)
-    return _affine(z / rms(z, dim, eps, keepdim=True), None, weight, bias, axes).to(x.dtype)
+    y = z / rms(z, dim, eps, keepdim=True)
+    return _affine(y, None, weight, bias, axes).to(x.dtype)
 
 
 def isru(x: Tensor, alpha: Constant, *, dim: Axes = -1) -> Tensor:
@@ -243,8 +244,10 @@ def dyt(
         tensor([-1.0000,  0.0000,  0.4621])
     """
     z, axes = resolve(x, dim)
-    u, slope = _sloped(z, center, constant("alpha", alpha, z, axes), axes, (witnesses, gain))
-    return _affine(torch.tanh(slope * u), scale, weight, bias, axes).to(x.dtype)
+    alpha = constant("alpha", alpha, z, axes)
+    u, slope = _sloped(z, center, alpha, axes, (witnesses, gain))
+    y = torch.tanh(slope * u)
+    return _affine(y, scale, weight, bias, axes).to(x.dtype)
 
 
 def scaled_dyt(
@@ -377,12 +380,11 @@ def derf(
     """
     z, axes = resolve(x, dim)
     # The slope of erf at 0 is 2 / sqrt(pi).
-    u, slope = _sloped(
-        z, center, constant("alpha", alpha, z, axes), axes, (witnesses, gain), ratio=4 / math.pi
-    )
-    return _affine(
-        torch.erf(slope * u + constant("shift", shift, z, axes)), scale, weight, bias, axes
-    ).to(x.dtype)
+    alpha = constant("alpha", alpha, z, axes)
+    shift = constant("shift", shift, z, axes)
+    u, slope = _sloped(z, center, alpha, axes, (witnesses, gain), ratio=4 / math.pi)
+    y = torch.erf(slope * u + shift)
+    return _affine(y, scale, weight, bias, axes).to(x.dtype)
 
 
 def linear(
@@ -410,8 +412,10 @@ def linear(
         tensor([-0.5000,  0.0000,  1.0000])
     """
     z, axes = resolve(x, dim)
-    u, slope = _sloped(z, center, constant("slope", slope, z, axes), axes, (witnesses, gain))
-    return _affine(u, slope * constant("scale", scale, z, axes), weight, bias, axes).to(x.dtype)
+    slope = constant("slope", slope, z, axes)
+    scale = constant("scale", scale, z, axes)
+    u, slope = _sloped(z, center, slope, axes, (witnesses, gain))
+    return _affine(u, slope * scale, weight, bias, axes).to(x.dtype)
 
 
 def _clamped(z: Tensor) -> Tensor:
@@ -491,7 +495,8 @@ def _sloped(
     size = steep.detach().abs().clamp_min(1)
     # As a factor, so that the slope keeps its sign and a slope of 0 is not a divisor.
     factor = steep / size
-    square = (1 / size).square() + ratio * (factor * (largest / unit)).square() * total
+    witnessed = ratio * (factor * (largest / unit)).square() * total
+    square = (1 / size).square() + witnessed
     return u / unit, factor * torch.rsqrt(square)
 
 
@@ -520,7 +525,8 @@ def _shifted(
     check_witness_tensors(witnesses, gain, channels)
     u = _clamped(u)
     last = tuple(range(-len(axes), 0))
-    chosen = u.movedim(axes, last).flatten(-len(axes)).index_select(-1, witnesses)
+    flat = u.movedim(axes, last).flatten(-len(axes))
+    chosen = flat.index_select(-1, witnesses)
     # One by one, so that there is no reduction, not even over the witnesses.
     largest = reduce(torch.maximum, chosen.detach().abs().unbind(-1))
     largest = largest.clamp_min(_SMALLEST_UNIT)
@@ -529,7 +535,8 @@ def _shifted(
     one_per_token = [1 if axis in axes else n for axis, n in enumerate(z.shape)]
     squares = [term.reshape(one_per_token) for term in terms.unbind(-1)]
     if leave_one_out:
-        position = torch.arange(channels, device=z.device).reshape([z.shape[axis] for axis in axes])
+        normalized = [z.shape[axis] for axis in axes]
+        position = torch.arange(channels, device=z.device).reshape(normalized)
         position = along(position, z, axes)
         squares = [
             torch.where(position == k, 0, term)
@@ -548,7 +555,8 @@ def _affine(
 ) -> Tensor:
     """Return ``weight * scale * f + bias``, leaving out parts that are None."""
     factor = None if scale is None else constant("scale", scale, f, axes)
-    weight, bias = parameter("weight", weight, f, axes), parameter("bias", bias, f, axes)
+    weight = parameter("weight", weight, f, axes)
+    bias = parameter("bias", bias, f, axes)
     if weight is not None:
         # The product of two small tensors is cheaper than another pass over x.
         factor = weight if factor is None else weight * factor

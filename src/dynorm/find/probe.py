@@ -139,7 +139,9 @@ class Observation:
             # All channels, but of every other axis two entries, are enough for the last check.
             part = tuple(slice(None) if axis in axes else slice(2) for axis in range(x.ndim))
             # Cloned at once: later parts of the model may write into it.
-            self.samples[axes] = (before.value[part].clone(), output[part].detach().clone())
+            x_part = before.value[part].clone()
+            y_part = output[part].detach().clone()
+            self.samples[axes] = (x_part, y_part)
 
 
 class _Input(NamedTuple):

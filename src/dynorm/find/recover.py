@@ -380,7 +380,8 @@ def _shown_eps(function: TokenFunction, formula: Formula) -> float:
         tokens = (unit * 2.0**-exponent).to(function.dtype).double()
         squares = token_moment(tokens, formula.kind)
         scaled = formula.weight * token_deviation(tokens, formula.kind)
-        q = (function.odd_and_even(tokens)[0] * scaled).sum(-1) / scaled.square().sum(-1)
+        odd, _ = function.odd_and_even(tokens)
+        q = (odd * scaled).sum(-1) / scaled.square().sum(-1)
         square = float(squares.median())
         shown = float((q**-2 - squares).median())
         if not math.isfinite(shown):

@@ -296,7 +296,8 @@ def _descend(
             rows.append(gradients)
         # One that no rank's loss depends on gets no gradient, so that Adam leaves it as it is.
         reached = set().union(*ranks.exchange(reached))
-        mean = ranks.summed(torch.stack(rows).sum(0)) / (len(rows) * ranks.size)
+        total = ranks.summed(torch.stack(rows).sum(0))
+        mean = total / (len(rows) * ranks.size)
         for k, values in enumerate(torch.split(mean, sizes)):
             master = masters[k]
             master.grad = None

@@ -121,7 +121,8 @@ class AnnealedNorm(PointwiseNorm):
         # Blended in at least float32: two roundings to bfloat16 would be visible.
         z = upcast(x)
         norm = self._norm(z, is_input=z is x)
-        return torch.lerp(norm, super().pointwise(z), self.t.to(z.dtype)).to(x.dtype)
+        function = super().pointwise(z)
+        return torch.lerp(norm, function, self.t.to(z.dtype)).to(x.dtype)
 
     def end(self) -> PointwiseNorm:
         """Return the point-wise layer at t = 1, with the same parameters, not copies."""

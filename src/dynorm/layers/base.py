@@ -213,7 +213,9 @@ class PointwiseNorm(nn.Module):
         # The jagged layout without witnesses broadcasts as any other tensor.
         if x.is_nested and (x.layout == torch.strided or self.witness_channels):
             return self._forward_nested(x)
-        if not (self.dim == -1 and x.ndim and x.shape[-1] == self.normalized_shape[0]):
+        # The usual case first: this runs at every call.
+        has_channels_last = self.dim == -1 and x.ndim
+        if not (has_channels_last and x.shape[-1] == self.normalized_shape[0]):
             sizes = tuple(x.shape[d] for d in self.dims if -x.ndim <= d < x.ndim)
             if sizes != self.normalized_shape:
                 raise ArgumentError(
@@ -224,7 +226,8 @@ class PointwiseNorm(nn.Module):
         if returned == x.dtype:
             y = self.pointwise(x)
         else:
-            y = self.pointwise(x.to(torch.promote_types(x.dtype, returned))).to(returned)
+            widest = torch.promote_types(x.dtype, returned)
+            y = self.pointwise(x.to(widest)).to(returned)
         # Contiguous as the output of nn.LayerNorm: the next operation may ask for a view.
         return y.contiguous() if self.dims[-1] == -1 else y
 
@@ -404,7 +407,8 @@ class PointwiseNorm(nn.Module):
                 f"beta must broadcast to the constant's shape {tuple(constant.shape)}, got shape "
                 f"{tuple(value.shape)}"
             )
-        if not value.is_meta and not bool((value.isfinite() & (value > 0)).all()):
+        are_positive = value.isfinite() & (value > 0)
+        if not value.is_meta and not bool(are_positive.all()):
             raise ArgumentError(f"beta must be positive and finite, got {beta}")
         self.fill_slope_(value)
 

@@ -237,7 +237,12 @@ class _Outliers:
         )
 
     def where(self, chosen: NDArray[np.bool_]) -> "_Outliers":
-        return _Outliers(self.x[chosen], self.y[chosen], self.centers[chosen], self.betas[chosen])
+        return _Outliers(
+            x=self.x[chosen],
+            y=self.y[chosen],
+            centers=self.centers[chosen],
+            betas=self.betas[chosen],
+        )
 
 
 def _outliers(
@@ -256,7 +261,12 @@ def _outliers(
     others = samples[:, :-1]
     tokens = raised(samples)[:, 1:]
     outputs = layer_norm(torch.from_numpy(tokens), eps=0.0).numpy()
-    return _Outliers(tokens[..., -1], outputs[..., -1], others.mean(-1), channels * others.var(-1))
+    return _Outliers(
+        x=tokens[..., -1],
+        y=outputs[..., -1],
+        centers=others.mean(-1),
+        betas=channels * others.var(-1),
+    )
 
 
 def _distribution(values: Array) -> dict[str, float]:

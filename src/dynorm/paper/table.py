@@ -156,7 +156,8 @@ def _outlier_table(
     columns: list[str | Column] = ["S", Column("x_o", ".2f")]
     for name in values:
         columns.append(Column(name, form))
-    rows = list(zip(range(1, len(x) + 1), x, *values.values(), strict=True))
+    steps = range(1, len(x) + 1)
+    rows = list(zip(steps, x, *values.values(), strict=True))
     return f"{Table(columns, rows, title=title)}\n"
 
 

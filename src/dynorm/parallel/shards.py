@@ -151,7 +151,8 @@ def _with_witnesses(
     if twin.center is not None:
         u = u - upcast(twin.center).flatten()
     # Zeros that depend on u: a rank without witnesses must take part in the sum of the gradients.
-    zeros = u[..., 0].masked_fill(torch.ones_like(u[..., 0], dtype=torch.bool), 0.0)
+    everywhere = torch.ones_like(u[..., 0], dtype=torch.bool)
+    zeros = u[..., 0].masked_fill(everywhere, 0.0)
     parts = []
     # For each witness, where to read it among the channels and the appended witnesses.
     positions = []

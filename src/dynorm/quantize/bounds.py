@@ -202,14 +202,18 @@ def static_scale(
         >>> static_scale(torch.tensor(-1.0), torch.tensor(4.1), symmetric=False)
         (tensor(0.0200), tensor(-78, dtype=torch.int8))
     """
-    if low.shape != high.shape or not ((low <= high) & low.isfinite() & high.isfinite()).all():
+    are_ranges = low.shape == high.shape
+    if are_ranges:
+        are_ranges = bool(((low <= high) & low.isfinite() & high.isfinite()).all())
+    if not are_ranges:
         raise ArgumentError(
             "low must not exceed high, both finite and of the same shape: pass the result of "
             "output_range"
         )
     least = torch.finfo(torch.float32).eps
     if symmetric:
-        scale = (torch.maximum(low.abs(), high.abs()) / 127).clamp(min=least)
+        largest = torch.maximum(low.abs(), high.abs())
+        scale = (largest / 127).clamp(min=least)
         return scale, torch.zeros_like(scale, dtype=torch.int8)
     low = low.clamp(max=0)
     high = high.clamp(min=0)

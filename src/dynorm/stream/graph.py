@@ -220,7 +220,9 @@ def is_same(op: Node) -> bool:
 def is_move(node: Node, source: Node) -> bool:
     """Return whether a value consists of elements of another one only."""
     op, _ = producer(node)
-    return bool(op.args) and op.args[0] is source and (is_same(op) or packet(op) in _MOVES)
+    if not op.args or op.args[0] is not source:
+        return False
+    return is_same(op) or packet(op) in _MOVES
 
 
 def leaves(placeholder: Node) -> set[Leaf]:

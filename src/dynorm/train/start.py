@@ -138,7 +138,8 @@ class AnnealStart:
             path = self._paths[layer]
             # Notice a rank that failed, or has other layers, before the sums.
             self._ranks.require_same_place(path)
-            totals = self._ranks.summed(torch.stack([sums.counts, sums.log_betas, sums.inputs]))
+            sums_here = torch.stack([sums.counts, sums.log_betas, sums.inputs])
+            totals = self._ranks.summed(sums_here)
             counts = totals[0]
             problem = ""
             if counts.min() == 0:
