@@ -37,11 +37,9 @@ saved(bert(), Path("converted/model"))
 DEPLOYED = """
 import torch
 from benchmarks.compiled import converted, inputs, tiny_model
-from dynorm.quantize import Int8Table
 example = inputs("llama", 2, 8)
 batches = [inputs("llama", rows, 8) for rows in (2, 3, 4)]
 model = converted(tiny_model("llama"), example).requires_grad_(False)
-path = "norm"
 """
 BEFORE = {
     "docs/deploy.md": DEPLOYED,

@@ -86,8 +86,8 @@ def witnesses_of(channels: int) -> tuple[int, ...]:
 
 def _witnessed(x: Tensor, p: Mapping[str, Tensor]) -> Tensor:
     chosen = torch.tensor(witnesses_of(x.shape[-1]), device=x.device)
-    told = {"witnesses": chosen, "gain": p["log_gain"].exp(), "scale": math.sqrt(x.shape[-1])}
-    return functional.dyisru(x, p["log_beta"].exp(), p["weight"], p["bias"], **told)
+    options = {"witnesses": chosen, "gain": p["log_gain"].exp(), "scale": math.sqrt(x.shape[-1])}
+    return functional.dyisru(x, p["log_beta"].exp(), p["weight"], p["bias"], **options)
 
 
 def _linear(x: Tensor, p: Mapping[str, Tensor]) -> Tensor:

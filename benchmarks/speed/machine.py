@@ -77,14 +77,14 @@ def _processor() -> tuple[str, list[str]]:
     """Return the processor's name and those of its flags that matter here."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    told = {
+    cpu = {
         key.strip(): value.strip()
         for key, _, value in (line.partition(":") for line in reversed(lines))
     }
-    flags = set(told.get("flags", told.get("Features", "")).split())
-    name = told.get("model name") or platform.processor() or platform.machine()
-    if "cpu family" in told:
-        name += f" (family {told['cpu family']}, model {told.get('model', '?')})"
+    flags = set(cpu.get("flags", cpu.get("Features", "")).split())
+    name = cpu.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in cpu:
+        name += f" (family {cpu['cpu family']}, model {cpu.get('model', '?')})"
     return name, [flag for flag in FLAGS if flag in flags]
 
 

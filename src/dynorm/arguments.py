@@ -167,7 +167,12 @@ def check_floating(name: str, value: Tensor, advice: str = "convert it first") -
 
 
 def constant(
-    name: str, value: Constant, z: Tensor, axes: tuple[int, ...], *, positive: bool = False
+    name: str,
+    value: Constant,
+    z: Tensor,
+    axes: tuple[int, ...],
+    *,
+    positive: bool = False,
 ) -> Constant:
     """Return a constant of a point-wise function ready to be broadcast against ``z``."""
     if not isinstance(value, Tensor):
@@ -194,7 +199,12 @@ def constant(
     return value.to(z.dtype)
 
 
-def parameter(name: str, value: Tensor | None, z: Tensor, axes: tuple[int, ...]) -> Tensor | None:
+def parameter(
+    name: str,
+    value: Tensor | None,
+    z: Tensor,
+    axes: tuple[int, ...],
+) -> Tensor | None:
     """Return a parameter of the normalised shape ready to be broadcast against ``z``."""
     if value is None:
         return None
@@ -245,7 +255,7 @@ def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int,
     return tuple(positions)
 
 
-def check_told(witnesses: Tensor, gain: Tensor | None, channels: int) -> None:
+def check_witness_tensors(witnesses: Tensor, gain: Tensor | None, channels: int) -> None:
     """Refuse witnesses and gains that are not as :func:`dynorm.functional.dyisru_general` says."""
     if (
         witnesses.ndim != 1

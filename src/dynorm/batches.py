@@ -20,6 +20,8 @@ from dynorm.site import NormSite
 # The arguments of one call of a model: a tensor, several by position, or several by name.
 Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
+# The same as a call takes them: by position and by name.
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Item = TypeVar("Item")
 
 # Common names of two-dimensional masks, and whether their ones are tokens; otherwise they are
@@ -105,11 +107,11 @@ def call_hint(args: tuple[object, ...]) -> str:
     return ""
 
 
-def arguments(model: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(model: nn.Module, batch: Batch) -> Inputs:
     """Return the arguments for calling a model on a batch, on the device of its parameters."""
     parameter = next(model.parameters(), None)
 
-    def moved(value: Any) -> Any:
+    def moved(value: object) -> object:
         if not isinstance(value, Tensor) or parameter is None:
             return value
         if value.is_meta and not parameter.is_meta:
@@ -130,18 +132,22 @@ def arguments(model: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[str
 
 
 def example_arguments(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, object],
+) -> Inputs:
     """Return the arguments of one call of a model, which may be given as one batch.
 
     A single tuple or dict is taken apart as a batch is, unless its parts do not fit the forward:
     the model then takes the tuple or dict itself.
     """
     # A tokenizer returns a UserDict. An object of the user's class is one argument.
-    is_batch = len(args) == 1 and (type(args[0]) in (tuple, dict) or isinstance(args[0], UserDict))
-    if not is_batch or kwargs:
+    if len(args) != 1 or kwargs:
         return args, kwargs
-    batch_args, batch_kwargs = arguments(model, args[0])
+    (batch,) = args
+    if type(batch) not in (tuple, dict) and not isinstance(batch, UserDict):
+        return args, kwargs
+    batch_args, batch_kwargs = arguments(model, batch)
     try:
         signature(model.forward).bind(*batch_args, **batch_kwargs)
     except TypeError:
@@ -190,7 +196,11 @@ def token_masks(batch: Batch) -> list[Tensor]:
     return masks
 
 
-def valid_tokens(shape: torch.Size, dims: tuple[int, ...], masks: list[Tensor]) -> Tensor | None:
+def valid_tokens(
+    shape: torch.Size,
+    dims: tuple[int, ...],
+    masks: list[Tensor],
+) -> Tensor | None:
     """Return which tokens of an input are not padding, flat, or None if no mask fits its ``shape``.
 
     A mask (B, T) fits an input whose axes, without the channels ``dims``, are (B, T), (T, B), (B,

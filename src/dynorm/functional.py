@@ -31,6 +31,7 @@ then the bias".
 
 import math
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ from dynorm.arguments import (
     Constant,
     along,
     check_not_negative,
-    check_told,
+    check_witness_tensors,
     constant,
     count,
     parameter,
@@ -80,7 +81,12 @@ def mean_square(x: Tensor, dim: Axes = -1, keepdim: bool = False) -> Tensor:
     return (z * z).mean(axes, keepdim).to(x.dtype)
 
 
-def rms(x: Tensor, dim: Axes = -1, eps: float = 0.0, keepdim: bool = False) -> Tensor:
+def rms(
+    x: Tensor,
+    dim: Axes = -1,
+    eps: float = 0.0,
+    keepdim: bool = False,
+) -> Tensor:
     r"""Return the root mean square, by which RMSNorm divides (the note).
 
     .. math:: \mathrm{RMS}(x) = \sqrt{\mathrm{MS}(x) + \varepsilon}
@@ -117,7 +123,10 @@ def center(x: Tensor, dim: Axes = -1) -> Tensor:
 
 
 def centering_matrix(
-    channels: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    channels: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
 ) -> Tensor:
     r"""Return the matrix that centres a row vector (the note).
 
@@ -188,7 +197,8 @@ def rms_norm(
         tensor([0.2000, 1.4000])
     """
     z, axes = resolve(x, dim)
-    return _affine(z / rms(z, dim, eps, keepdim=True), None, weight, bias, axes).to(x.dtype)
+    y = z / rms(z, dim, eps, keepdim=True)
+    return _affine(y, None, weight, bias, axes).to(x.dtype)
 
 
 def isru(x: Tensor, alpha: Constant, *, dim: Axes = -1) -> Tensor:
@@ -234,8 +244,10 @@ def dyt(
         tensor([-1.0000,  0.0000,  0.4621])
     """
     z, axes = resolve(x, dim)
-    u, slope = _sloped(z, center, constant("alpha", alpha, z, axes), axes, (witnesses, gain))
-    return _affine(torch.tanh(slope * u), scale, weight, bias, axes).to(x.dtype)
+    alpha = constant("alpha", alpha, z, axes)
+    u, slope = _sloped(z, center, alpha, axes, (witnesses, gain))
+    y = torch.tanh(slope * u)
+    return _affine(y, scale, weight, bias, axes).to(x.dtype)
 
 
 def scaled_dyt(
@@ -330,9 +342,14 @@ def dyisru_general(
     """
     z, axes = resolve(x, dim)
     beta = constant("beta", beta, z, axes, positive=True)
-    u, told = _shifted(z, center, axes, (witnesses, gain), leave_one_out=True)
-    y = _soft_sign(u, beta) if told is None else _soft_sign_of_token(u, beta, told)
-    return _affine(y, _bound(z, axes) if scale is None else scale, weight, bias, axes).to(x.dtype)
+    u, witness_sum = _shifted(z, center, axes, (witnesses, gain), leave_one_out=True)
+    if witness_sum is None:
+        y = _soft_sign(u, beta)
+    else:
+        y = _soft_sign_of_token(u, beta, witness_sum)
+    if scale is None:
+        scale = _bound(z, axes)
+    return _affine(y, scale, weight, bias, axes).to(x.dtype)
 
 
 def derf(
@@ -363,12 +380,11 @@ def derf(
     """
     z, axes = resolve(x, dim)
     # The slope of erf at 0 is 2 / sqrt(pi).
-    u, slope = _sloped(
-        z, center, constant("alpha", alpha, z, axes), axes, (witnesses, gain), ratio=4 / math.pi
-    )
-    return _affine(
-        torch.erf(slope * u + constant("shift", shift, z, axes)), scale, weight, bias, axes
-    ).to(x.dtype)
+    alpha = constant("alpha", alpha, z, axes)
+    shift = constant("shift", shift, z, axes)
+    u, slope = _sloped(z, center, alpha, axes, (witnesses, gain), ratio=4 / math.pi)
+    y = torch.erf(slope * u + shift)
+    return _affine(y, scale, weight, bias, axes).to(x.dtype)
 
 
 def linear(
@@ -396,8 +412,10 @@ def linear(
         tensor([-0.5000,  0.0000,  1.0000])
     """
     z, axes = resolve(x, dim)
-    u, slope = _sloped(z, center, constant("slope", slope, z, axes), axes, (witnesses, gain))
-    return _affine(u, slope * constant("scale", scale, z, axes), weight, bias, axes).to(x.dtype)
+    slope = constant("slope", slope, z, axes)
+    scale = constant("scale", scale, z, axes)
+    u, slope = _sloped(z, center, slope, axes, (witnesses, gain))
+    return _affine(u, slope * scale, weight, bias, axes).to(x.dtype)
 
 
 def _clamped(z: Tensor) -> Tensor:
@@ -414,9 +432,9 @@ def _soft_sign(d: Tensor, beta: Constant) -> Tensor:
     return d / torch.sqrt(beta + d * d)
 
 
-def _soft_sign_of_token(u: Tensor, beta: Constant, told: "_Told") -> Tensor:
+def _soft_sign_of_token(u: Tensor, beta: Constant, witness_sum: "_WitnessSum") -> Tensor:
     """Return ``u / sqrt(beta + sum + u**2)``, where the witnesses give the sum."""
-    total, largest = told
+    total, largest = witness_sum
     # Each number is divided by the largest of those that it is added to, before it is squared. No
     # square then overflows, not even in float16, to which other tools convert a whole graph.
     # The result does not depend on the units, so they need no gradient.
@@ -440,9 +458,14 @@ def _at_least(size: Tensor, least: Constant) -> Tensor:
 # The smallest normal number of float16, so that it stays a divisor after a conversion to it.
 _SMALLEST_UNIT = 2.0**-14
 
-_ToldBy = tuple[Tensor | None, Tensor | None]  # witnesses and their gains
-# For each token ``sum_k g_k (u_k / largest)**2``, and the size of its largest witness.
-_Told = tuple[Tensor, Tensor]
+_WitnessesAndGains = tuple[Tensor | None, Tensor | None]
+
+
+class _WitnessSum(NamedTuple):
+    """The squares of a token's witnesses, in units in which none of them overflows."""
+
+    total: Tensor  # ``sum_k g_k (u_k / largest)**2``
+    largest: Tensor  # the size of the largest witness
 
 
 def _sloped(
@@ -450,7 +473,7 @@ def _sloped(
     center: Constant | None,
     slope: Constant,
     axes: tuple[int, ...],
-    told_by: _ToldBy,
+    witnesses_and_gains: _WitnessesAndGains,
     *,
     ratio: float = 1.0,
 ) -> tuple[Tensor, Constant]:
@@ -458,10 +481,10 @@ def _sloped(
 
     Without witnesses they are u and the slope. ``ratio`` is ``1 / (beta * slope**2)``.
     """
-    u, told = _shifted(z, center, axes, told_by)
-    if told is None:
+    u, witness_sum = _shifted(z, center, axes, witnesses_and_gains)
+    if witness_sum is None:
         return u, slope
-    total, largest = told
+    total, largest = witness_sum
     if isinstance(slope, Tensor):
         width: Constant = 1 / slope.detach().abs().clamp_min(_SMALLEST_UNIT)
     else:
@@ -472,7 +495,8 @@ def _sloped(
     size = steep.detach().abs().clamp_min(1)
     # As a factor, so that the slope keeps its sign and a slope of 0 is not a divisor.
     factor = steep / size
-    square = (1 / size).square() + ratio * (factor * (largest / unit)).square() * total
+    witnessed = ratio * (factor * (largest / unit)).square() * total
+    square = (1 / size).square() + witnessed
     return u / unit, factor * torch.rsqrt(square)
 
 
@@ -480,16 +504,16 @@ def _shifted(
     z: Tensor,
     center: Constant | None,
     axes: tuple[int, ...],
-    told_by: _ToldBy,
+    witnesses_and_gains: _WitnessesAndGains,
     *,
     leave_one_out: bool = False,
-) -> tuple[Tensor, _Told | None]:
+) -> tuple[Tensor, _WitnessSum | None]:
     """Return u, that is ``z - center``, and the sum and the largest of the witnesses, if any.
 
     With ``leave_one_out`` a witness is not in its own sum. The others are added, instead of
     subtracting it from a total, because a witness is often larger than all of them together.
     """
-    witnesses, gain = told_by
+    witnesses, gain = witnesses_and_gains
     u = z if center is None else z - constant("center", center, z, axes)
     if witnesses is None or witnesses.numel() == 0:
         if gain is not None and gain.numel():
@@ -498,10 +522,11 @@ def _shifted(
             )
         return u, None
     channels = count(z, axes)
-    check_told(witnesses, gain, channels)
+    check_witness_tensors(witnesses, gain, channels)
     u = _clamped(u)
     last = tuple(range(-len(axes), 0))
-    chosen = u.movedim(axes, last).flatten(-len(axes)).index_select(-1, witnesses)
+    flat = u.movedim(axes, last).flatten(-len(axes))
+    chosen = flat.index_select(-1, witnesses)
     # One by one, so that there is no reduction, not even over the witnesses.
     largest = reduce(torch.maximum, chosen.detach().abs().unbind(-1))
     largest = largest.clamp_min(_SMALLEST_UNIT)
@@ -510,13 +535,15 @@ def _shifted(
     one_per_token = [1 if axis in axes else n for axis, n in enumerate(z.shape)]
     squares = [term.reshape(one_per_token) for term in terms.unbind(-1)]
     if leave_one_out:
-        position = torch.arange(channels, device=z.device).reshape([z.shape[axis] for axis in axes])
+        normalized = [z.shape[axis] for axis in axes]
+        position = torch.arange(channels, device=z.device).reshape(normalized)
         position = along(position, z, axes)
         squares = [
             torch.where(position == k, 0, term)
             for k, term in zip(witnesses.unbind(), squares, strict=True)
         ]
-    return u, (reduce(torch.add, squares), largest.reshape(one_per_token))
+    total = reduce(torch.add, squares)
+    return u, _WitnessSum(total, largest.reshape(one_per_token))
 
 
 def _affine(
@@ -528,7 +555,8 @@ def _affine(
 ) -> Tensor:
     """Return ``weight * scale * f + bias``, leaving out parts that are None."""
     factor = None if scale is None else constant("scale", scale, f, axes)
-    weight, bias = parameter("weight", weight, f, axes), parameter("bias", bias, f, axes)
+    weight = parameter("weight", weight, f, axes)
+    bias = parameter("bias", bias, f, axes)
     if weight is not None:
         # The product of two small tensors is cheaper than another pass over x.
         factor = weight if factor is None else weight * factor

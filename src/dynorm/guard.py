@@ -33,7 +33,11 @@ def writes_of(tensor: Tensor) -> int | None:
 
 @contextmanager
 def undisturbed(
-    model: nn.Module, inputs: object = (), *, evaluate: bool = False, attributes: bool = False
+    model: nn.Module,
+    inputs: object = (),
+    *,
+    evaluate: bool = False,
+    attributes: bool = False,
 ) -> Iterator[None]:
     """Run a model without gradient, then put back its random states, buffers and modes.
 

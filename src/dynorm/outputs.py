@@ -12,7 +12,10 @@ from dynorm.batches import Batch, token_masks
 from dynorm.errors import DataError
 
 
-def output_tensor(output: Any, batch: Batch | None = None) -> tuple[str | None, Tensor]:
+def output_tensor(
+    output: Any,
+    batch: Batch | None = None,
+) -> tuple[str | None, Tensor]:
     """Return the tensor of a model's output that is compared, with its name.
 
     The first that exists of: "logits"; "class_token" if ``batch`` has images;

@@ -18,6 +18,7 @@ OVER = "the end of its batches"
 END = "the end of a batch"
 FAILED = ("an error",)  # a tuple, so that it is equal to no path of a layer
 Word = TypeVar("Word")
+Sample = TypeVar("Sample")
 
 
 @contextmanager
@@ -81,7 +82,7 @@ class Ranks:
             self._communicate(torch.distributed.all_reduce, values)
         return values
 
-    def share(self, samples: Sequence[Any]) -> Sequence[Any]:
+    def share(self, samples: Sequence[Sample]) -> Sequence[Sample]:
         """Return this rank's part of the samples: of n ranks, rank k has samples k, k + n, k + 2 n, ..."""
         return samples[self.rank :: self.size]
 
@@ -149,7 +150,7 @@ class Ranks:
                 "change it alike on every rank"
             )
 
-    def _communicate(self, collective: Callable[..., Any], *tensors: object) -> None:
+    def _communicate(self, collective: Callable[..., object], *tensors: object) -> None:
         try:
             collective(*tensors, group=self._group)
         except BaseException:

@@ -43,7 +43,7 @@ class Column:
     group: str = ""
     page_only: bool = False  # whether to leave it out of plain text, which is narrow
 
-    def text(self, value: Any) -> str:
+    def text(self, value: object) -> str:
         """Return the text of a value; None is a dash."""
         if value is None:
             return "–"
@@ -71,7 +71,7 @@ class Table:
     """
 
     columns: Sequence[str | Column]  # a string is a column with only a title
-    rows: Sequence[Sequence[Any]]  # one value for each column
+    rows: Sequence[Sequence[object]]  # one value for each column
     notes: Sequence[str] = ()
     title: str = ""
 
@@ -171,7 +171,7 @@ class NotTheModel:
                 message += _NOT_THE_MODEL
             raise AttributeError(message)
 
-        def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        def __call__(self, *args: object, **kwargs: object) -> NoReturn:
             """Say that a report cannot be called as the model."""
             raise TypeError(f"{type(self).__name__!r} object is not callable{_NOT_THE_MODEL}")
 

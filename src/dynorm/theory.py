@@ -59,7 +59,8 @@ def layer_norm_slope_factor(x: Tensor, dim: Axes = -1, keepdim: bool = False) ->
         tensor(0.2500)
     """
     z, axes = resolve(x, dim)
-    return (1 / (count(z, axes) * rms(center(z, dim), dim, keepdim=keepdim))).to(x.dtype)
+    sigma = rms(center(z, dim), dim, keepdim=keepdim)
+    return (1 / (count(z, axes) * sigma)).to(x.dtype)
 
 
 def layer_norm_derivative(x: Tensor, dim: Axes = -1) -> Tensor:
@@ -74,7 +75,8 @@ def layer_norm_derivative(x: Tensor, dim: Axes = -1) -> Tensor:
     z, axes = resolve(x, dim)
     channels, d = count(z, axes), center(z, dim)
     y = d / rms(d, dim, keepdim=True)
-    return (layer_norm_slope_factor(z, dim, keepdim=True) * (channels - 1 - y * y)).to(x.dtype)
+    factor = layer_norm_slope_factor(z, dim, keepdim=True)
+    return (factor * (channels - 1 - y * y)).to(x.dtype)
 
 
 def channel_beta(x: Tensor, dim: Axes = -1) -> Tensor:
@@ -92,7 +94,8 @@ def channel_beta(x: Tensor, dim: Axes = -1) -> Tensor:
     """
     z, _ = resolve(x, dim)
     d = center(z, dim)
-    return (leave_one_out_square_sum(d, dim) - mean_square(d, dim, keepdim=True)).to(x.dtype)
+    square_sum = leave_one_out_square_sum(d, dim)
+    return (square_sum - mean_square(d, dim, keepdim=True)).to(x.dtype)
 
 
 def leave_one_out_mean(x: Tensor, dim: Axes = -1) -> Tensor:
@@ -108,7 +111,8 @@ def leave_one_out_mean(x: Tensor, dim: Axes = -1) -> Tensor:
     """
     z, axes = resolve(x, dim)
     rest = _without_outlier(z, axes)
-    return (rest.mean + (rest.peak - rest.deviation) / (rest.channels - 1)).to(x.dtype)
+    difference = (rest.peak - rest.deviation) / (rest.channels - 1)
+    return (rest.mean + difference).to(x.dtype)
 
 
 def leave_one_out_variance(x: Tensor, dim: Axes = -1) -> Tensor:
@@ -202,7 +206,8 @@ def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
     """
     z, axes = resolve(x, dim)
     beta = leave_one_out_square_sum(z, dim, eps)
-    return dyisru(z, beta, scale=math.sqrt(count(z, axes)), dim=dim).to(x.dtype)
+    scale = math.sqrt(count(z, axes))
+    return dyisru(z, beta, scale=scale, dim=dim).to(x.dtype)
 
 
 def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
@@ -223,11 +228,17 @@ def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor
     # A tensor: a float must be positive, but beta is 0 without eps.
     beta = torch.full((1,), eps * channels, dtype=z.dtype, device=z.device)
     every = torch.arange(channels, device=z.device)
-    return dyisru(z, beta, scale=math.sqrt(channels), dim=dim, witnesses=every).to(x.dtype)
+    scale = math.sqrt(channels)
+    return dyisru(z, beta, scale=scale, dim=dim, witnesses=every).to(x.dtype)
 
 
 def witness_derivative(
-    x: Tensor, beta: float, witnesses: Tensor, gain: Tensor | None = None, *, scale: float = 1.0
+    x: Tensor,
+    beta: float,
+    witnesses: Tensor,
+    gain: Tensor | None = None,
+    *,
+    scale: float = 1.0,
 ) -> Tensor:
     r"""Return the Jacobian of DyISRU with witnesses: a diagonal, and one column per witness.
 
@@ -254,7 +265,8 @@ def witness_derivative(
     constant = beta + (gains * (z * z)[..., None, :]).sum(-1)
     off = -gains * z[..., :, None] * z[..., None, :]
     root = (constant + z * z) ** -1.5
-    return (scale * root[..., None] * torch.where(same, constant[..., None], off)).to(x.dtype)
+    jacobian = torch.where(same, constant[..., None], off)
+    return (scale * root[..., None] * jacobian).to(x.dtype)
 
 
 def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
@@ -372,7 +384,8 @@ def _is_largest(z: Tensor, axes: tuple[int, ...]) -> Tensor:
     last = tuple(range(-len(axes), 0))
     moved = z.movedim(axes, last)
     flat = moved.flatten(-len(axes))
-    mask = torch.arange(flat.shape[-1], device=z.device) == flat.argmax(-1, keepdim=True)
+    positions = torch.arange(flat.shape[-1], device=z.device)
+    mask = positions == flat.argmax(-1, keepdim=True)
     return mask.reshape(moved.shape).movedim(last, axes)
 
 

@@ -68,7 +68,11 @@ def plain_name(model: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
-def plain_modules(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Module]:
+def plain_modules(
+    model: nn.Module,
+    *,
+    remove_duplicate: bool = True,
+) -> dict[str, nn.Module]:
     """Return a model's modules as ``named_modules`` does, with wrapped modules for wrappers."""
     modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=remove_duplicate):
@@ -77,7 +81,10 @@ def plain_modules(model: nn.Module, *, remove_duplicate: bool = True) -> dict[st
     return modules
 
 
-def plain_state(model: nn.Module, state: Mapping[str, object]) -> dict[str, Any]:
+def plain_state(
+    model: nn.Module,
+    state: Mapping[str, object],
+) -> dict[str, Any]:
     """Return a state dict under the names without wrappers."""
     return {plain_name(model, name): value for name, value in state.items()}
 

@@ -244,11 +244,6 @@ def test_bad_arguments() -> None:
             AnnealedDyISRU(4, t=t)
     with pytest.raises(dynorm.errors.ArgumentError, match="kind"):
         AnnealedDyISRU(4, kind="batchnorm")  # type: ignore[arg-type]
-    for place in ("a", 1.5, None):
-        with pytest.raises(
-            dynorm.errors.ArgumentError, match="place must be an integer, at least 0, got"
-        ):
-            AnnealedDyISRU(4, place=place)  # type: ignore[arg-type]
     for eps in (-1.0, float("inf")):
         with pytest.raises(dynorm.errors.ArgumentError, match="norm_eps"):
             AnnealedDyISRU(4, norm_eps=eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -209,28 +210,18 @@ def test_a_model_in_the_middle_of_the_path_is_saved_and_loaded(tmp_path: Path) -
     assert isinstance(loaded.rms, dynorm.DyISRU)
 
 
-class Backwards(nn.Module):
-    """Norms that are registered in another order than they are called in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.first = nn.LayerNorm(8), nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))
-
-
-def test_the_order_of_calls_is_saved(tmp_path: Path) -> None:
-    model = Backwards()
-    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)), to="annealed")
+def test_a_folder_with_the_order_of_calls_loads(tmp_path: Path) -> None:
+    """Earlier versions saved the place of an annealed layer among the calls."""
+    model = annealed(net(torch.float32))
     dynorm.save(model, tmp_path / "saved")
-    loaded, schedule = (
-        dynorm.load(tmp_path / "saved", model=Backwards()),
-        AnnealSchedule(0, 8, order="last_first"),
-    )
-    for each in (model, loaded):
-        schedule.apply_(each, 4, 20)
-        assert positions(each) == {"first": 0.0, "last": 1.0}
+    file = tmp_path / "saved/dynorm.json"
+    saved = json.loads(file.read_text("utf-8"))
+    for number, layer in enumerate(saved["layers"]):
+        layer["config"]["place"] = number
+    file.write_text(json.dumps(saved), "utf-8")
+    loaded = dynorm.load(tmp_path / "saved", model=net(torch.float32))
+    x = batches(dtype=torch.float32)[0]
+    assert torch.equal(loaded(x), model(x))
 
 
 def test_a_layer_alone_cannot_be_replaced_in_itself() -> None:
@@ -239,50 +230,31 @@ def test_a_layer_alone_cannot_be_replaced_in_itself() -> None:
 
 
 class TestSchedule:
-    @given(
-        st.integers(0, 50), st.integers(1, 40), st.sampled_from(["linear", "cosine"]),
-        st.sampled_from(["together", "last_first", "first_last"]), st.integers(1, 5),
-    )  # fmt: skip
-    def test_it_rises_from_0_to_1_and_fits(
-        self, start: int, length: int, shape: Any, order: Any, places: int
-    ) -> None:
-        schedule, total = AnnealSchedule(start, length, shape, order), 100
-        for place in range(places):
-            values = [schedule.at(step, total, place, places) for step in range(total)]
-            assert values == sorted(values)
-            assert set(values[: start + 1]) == {0.0}
-            assert set(values[start + length :]) == {1.0}
+    @given(st.integers(0, 50), st.integers(1, 40))
+    def test_it_rises_from_0_to_1_and_fits(self, start: int, length: int) -> None:
+        schedule, total = AnnealSchedule(start, length), 100
+        values = [schedule.at(step, total) for step in range(total)]
+        assert values == sorted(values)
+        assert set(values[: start + 1]) == {0.0}
+        assert set(values[start + length :]) == {1.0}
 
-    def test_shapes(self) -> None:
-        linear, cosine = AnnealSchedule(10, 8), AnnealSchedule(10, 8, "cosine")
-        assert [linear.at(step, 100) for step in (10, 12, 14, 18)] == [0.0, 0.25, 0.5, 1.0]
-        assert cosine.at(14, 100) == pytest.approx(0.5)
-        assert cosine.at(11, 100) < linear.at(11, 100)
+    def test_it_is_a_straight_line(self) -> None:
+        schedule = AnnealSchedule(10, 8)
+        assert [schedule.at(step, 100) for step in (10, 12, 14, 18)] == [0.0, 0.25, 0.5, 1.0]
 
-    def test_one_after_another(self) -> None:
-        model = annealed(net())
-        for order, first in (("last_first", "channels"), ("first_last", "first")):
-            AnnealSchedule(0, 8, order=order).apply_(model, 1, 20)
-            assert {path: t for path, t in positions(model).items() if t} == {first: 0.5}
-
-    @pytest.mark.parametrize("order", ["together", "last_first"])
-    def test_three_graphs_serve_the_whole_path(self, order: Any) -> None:
+    def test_three_graphs_serve_the_whole_path(self) -> None:
         torch._dynamo.reset()
         counter, model, x = CompileCounter(), annealed(net()), batches()[0]
-        compiled, schedule = (
-            torch.compile(model, backend=counter, fullgraph=True),
-            AnnealSchedule(2, 8, order=order),
-        )
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        schedule = AnnealSchedule(2, 8)
         for step in range(14):
             schedule.apply_(model, step, 14)
             torch.testing.assert_close(compiled(x), model(x))
         assert counter.frame_count == 3
 
     def test_bad_schedules(self) -> None:
-        names: list[dict[str, Any]] = [{"shape": "square"}, {"order": "random"}]
         values = (-1, -0.1, 1.5, 600.0, float("nan"), "a", None, True, torch.tensor(0.6))
         for bad in [
-            *names,
             {"length": 0},
             {"length": 0.0},
             *({"start": value} for value in values),
@@ -309,7 +281,7 @@ class TestSchedule:
             with pytest.raises(
                 dynorm.errors.ArgumentError, match="step must be an integer, at least 0, got"
             ):
-                AnnealSchedule(order="last_first").apply_(annealed(net()), step, 1000)
+                AnnealSchedule().apply_(annealed(net()), step, 1000)
         # A number is a share or a count by its kind, of whatever library it is.
         assert AnnealSchedule(np.float32(0.5), np.int64(10)).steps(100) == (50, 10)
 

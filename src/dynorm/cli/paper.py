@@ -93,7 +93,12 @@ def paper(
     )
 
 
-def _check(channels: int, sigma: float, seed: int | None, samples: int | None) -> None:
+def _check(
+    channels: int,
+    sigma: float,
+    seed: int | None,
+    samples: int | None,
+) -> None:
     from dynorm.paper.simulation import check_settings
 
     if channels < 3:

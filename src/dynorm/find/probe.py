@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeGuard
@@ -139,7 +139,9 @@ class Observation:
             # All channels, but of every other axis two entries, are enough for the last check.
             part = tuple(slice(None) if axis in axes else slice(2) for axis in range(x.ndim))
             # Cloned at once: later parts of the model may write into it.
-            self.samples[axes] = (before.value[part].clone(), output[part].detach().clone())
+            x_part = before.value[part].clone()
+            y_part = output[part].detach().clone()
+            self.samples[axes] = (x_part, y_part)
 
 
 class _Input(NamedTuple):
@@ -156,7 +158,11 @@ class _Input(NamedTuple):
         return not torch.equal(now.nan_to_num(), self.value.nan_to_num())
 
 
-def _problem(args: tuple[object, ...], kwargs: dict[str, object], output: object) -> str | None:
+def _problem(
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    output: object,
+) -> str | None:
     extras = (*args[1:], *kwargs.values())
     if args and any(isinstance(leaf, Tensor) for leaf in tree_leaves(extras)):
         return ANOTHER_TENSOR
@@ -211,7 +217,11 @@ class _NormFunctions(TorchFunctionMode):
         self.running = running
 
     def __torch_function__(
-        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> Any:
         seen = self.running.current()
         if func in _FUNCTIONS and seen is not None:
@@ -241,7 +251,10 @@ def observe(
     running = _CallStack(observations)
 
     def hook(
-        module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: Any
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        output: Any,
     ) -> None:
         seen = observations[id(module)]
         seen.record(args, kwargs, output, running.current_input())
@@ -296,7 +309,11 @@ _MODULE_TABLES = frozenset(nn.Module().__dict__)
 _CONSTANTS = (int, float, str, torch.dtype, type(None))
 
 
-def find_norms(model: nn.Module, *args: Any, **kwargs: Any) -> list[NormSite]:
+def find_norms(
+    model: nn.Module,
+    *args: object,
+    **kwargs: object,
+) -> list[NormSite]:
     """Find the LayerNorms and RMSNorms of a model by behaviour, with one run of it.
 
     The model is called once under `torch.no_grad()`. Each module that took one tensor, returned one

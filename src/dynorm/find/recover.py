@@ -50,7 +50,10 @@ def core(tokens: Tensor, kind: str, eps: float = 0.0) -> Tensor:
     return token_deviation(tokens, kind) / (moment + eps).sqrt()
 
 
-def candidate_axes(module: nn.Module, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+def candidate_axes(
+    module: nn.Module,
+    shape: tuple[int, ...],
+) -> list[tuple[int, ...]]:
     """Return the groups of axes that a module may normalize over, the likeliest first.
 
     The last axis, axis 1, any other as long as one of the module's tensors, and trailing axes
@@ -90,7 +93,10 @@ def _declared_shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
 
 
 def recover(
-    module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    module: nn.Module,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> NormSite:
     """Find out which norm a module is, by trying a copy of it.
 
@@ -115,7 +121,10 @@ def recover(
 
 
 def depends_on_sign(
-    module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    module: nn.Module,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> bool:
     """Return whether the output of a copy of a module changes with the sign of its input.
 
@@ -371,7 +380,8 @@ def _shown_eps(function: TokenFunction, formula: Formula) -> float:
         tokens = (unit * 2.0**-exponent).to(function.dtype).double()
         squares = token_moment(tokens, formula.kind)
         scaled = formula.weight * token_deviation(tokens, formula.kind)
-        q = (function.odd_and_even(tokens)[0] * scaled).sum(-1) / scaled.square().sum(-1)
+        odd, _ = function.odd_and_even(tokens)
+        q = (odd * scaled).sum(-1) / scaled.square().sum(-1)
         square = float(squares.median())
         shown = float((q**-2 - squares).median())
         if not math.isfinite(shown):
@@ -420,7 +430,10 @@ def _explain(tried: list[TokenFunction]) -> str:
     return "neither LayerNorm nor RMSNorm: it fits neither over any axis"
 
 
-def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor | None]:
+def affine_of(
+    module: nn.Module,
+    site: NormSite,
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the weight and the bias that a norm applies to its normalized channels.
 
     They are detached copies of shape `site.normalized_shape` on the module's device, or None. A

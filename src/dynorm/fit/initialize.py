@@ -1,7 +1,6 @@
 """Constants for training from the first step: by theory, from one batch (closed form 5)."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +103,7 @@ def init_from_batch_(model: nn.Module, batch: Batch, *, share: float = 0.1) -> I
         masks = token_masks(batch)
         paths = {layer: path for path, layer in layers.items()}
 
-        def set_(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        def set_(layer: PointwiseNorm, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             path = paths[layer]
             if path not in sigma:
                 ranks.require_same_place(path)
@@ -125,7 +124,10 @@ def init_from_batch_(model: nn.Module, batch: Batch, *, share: float = 0.1) -> I
                     "the batch must reach at least one point-wise layer, but reached none: give "
                     "another"
                 )
-    beta = {path: float(layers[path].beta().detach().median()) for path in layers if path in sigma}
+    beta = {}
+    for path, layer in layers.items():
+        if path in sigma:
+            beta[path] = float(layer.beta().detach().median())
     return InitializationReport(beta, sigma, [path for path in layers if path not in sigma])
 
 
@@ -134,7 +136,8 @@ def _set_constants_(
 ) -> float:
     """Set a layer's constants by its input, (tokens, C), and return the input's size."""
     x = x.double()
-    sums = ranks.summed(torch.stack([x.new_tensor(x.numel()), x.sum(), x.square().sum()]))
+    count_here = x.new_tensor(x.numel())
+    sums = ranks.summed(torch.stack([count_here, x.sum(), x.square().sum()]))
     count = float(sums[0])
     mean = float(sums[1] / sums[0])
     square = float(sums[2] / sums[0])

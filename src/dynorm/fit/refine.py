@@ -171,7 +171,10 @@ def refine_(
     return replace(report, left=layers_without_norms(model))
 
 
-def _feeds(batches: Iterable[Batch], count: int) -> tuple[Iterable[Batch], Iterator[Batch]]:
+def _feeds(
+    batches: Iterable[Batch],
+    count: int,
+) -> tuple[Iterable[Batch], Iterator[Batch]]:
     """Return the batches to measure on, which can be gone through again, and ``count`` to take steps on."""
     if isinstance(batches, Sequence):
         return _First(batches, max(count, _MEASURED)), cycled(batches, count)
@@ -293,7 +296,8 @@ def _descend(
             rows.append(gradients)
         # One that no rank's loss depends on gets no gradient, so that Adam leaves it as it is.
         reached = set().union(*ranks.exchange(reached))
-        mean = ranks.summed(torch.stack(rows).sum(0)) / (len(rows) * ranks.size)
+        total = ranks.summed(torch.stack(rows).sum(0))
+        mean = total / (len(rows) * ranks.size)
         for k, values in enumerate(torch.split(mean, sizes)):
             master = masters[k]
             master.grad = None

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dynorm.batches import Inputs
 from dynorm.errors import DataError, DynormError, ModelError
 from dynorm.guard import undisturbed
-from dynorm.stream.tensors import Inputs, copied, held_tensors, mapped, tensors_in
+from dynorm.stream.tensors import copied, held_tensors, mapped, tensors_in
 
 _HALVES = (torch.float16, torch.bfloat16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -28,7 +29,13 @@ _LARGEST_NOISE = 0.1
 class Wide(TorchFunctionMode):
     """Widen a float64 model's own casts to float32, as in norms and softmax, to float64."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> Any:
         if func is Tensor.float:
             func = Tensor.double
         args = tuple(map(_widened, args))
@@ -36,7 +43,7 @@ class Wide(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _widened(value: Any) -> Any:
+def _widened(value: object) -> object:
     return torch.float64 if value is torch.float32 else value
 
 
@@ -49,7 +56,12 @@ class Check:
         tolerance: the relative error to allow; None chooses it by dtype.
     """
 
-    def __init__(self, model: nn.Module, example: Inputs, tolerance: float | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Inputs,
+        tolerance: float | None = None,
+    ) -> None:
         self.dtype = _narrowest_dtype(model)
         self.inputs = [copied(example)]
         self._before = [self._of_example(model)]
@@ -76,7 +88,7 @@ class Check:
             errors.append(_errors(self._outputs(model, inputs), before))
         return _largest(errors)
 
-    def require_same(self, model: nn.Module) -> dict[str, Any]:
+    def require_same(self, model: nn.Module) -> dict[str, object]:
         """Check that the outputs are the same, and return the figures for a report.
 
         In half precision each output is also compared with its own noise.
@@ -269,7 +281,12 @@ def _are_equal(inputs: Inputs, example: Inputs) -> bool:
     return True
 
 
-def fresh(inputs: Inputs, seed: int, integers: bool = True, constants: bool = True) -> Inputs:
+def fresh(
+    inputs: Inputs,
+    seed: int,
+    integers: bool = True,
+    constants: bool = True,
+) -> Inputs:
     """Return random inputs like an example.
 
     Without ``integers`` or ``constants``, tensors of integers or of one number stay as they are.
@@ -319,7 +336,7 @@ def _fresh_floats(value: Tensor, generator: torch.Generator, constants: bool) ->
     return low + (high - low) * uniform
 
 
-def run(model: nn.Module, inputs: Inputs) -> Any:
+def run(model: nn.Module, inputs: Inputs) -> object:
     """Call a model on a copy of its inputs; nothing of the call stays."""
     args, kwargs = copied(inputs)
     with undisturbed(model, inputs, attributes=True):

@@ -100,7 +100,10 @@ def _affine_plan(
         stays |= kept
 
 
-def _as_lines(sites: Sequence[SiteFold], stays: Mapping[int, str]) -> list[SiteFold]:
+def _as_lines(
+    sites: Sequence[SiteFold],
+    stays: Mapping[int, str],
+) -> list[SiteFold]:
     """Return a copy of each site, as a line if it is a linear layer that may go as a whole."""
     folds = []
     for index, fold in enumerate(sites):

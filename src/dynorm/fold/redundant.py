@@ -8,13 +8,12 @@ square of its inputs before: furthest from 1 for the smallest m and the extremes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from dynorm.batches import site_tokens
+from dynorm.batches import Inputs, site_tokens
 from dynorm.fold.check import run
 from dynorm.fold.report import FOLDED, REFUSED, Rewrite
 from dynorm.fold.site import NORMS, SiteFold
@@ -22,7 +21,6 @@ from dynorm.guard import hooked
 from dynorm.stream.channels import moved_like
 from dynorm.stream.graph import is_move, norm_index, packet, producer, shape, users, where
 from dynorm.stream.operators import RefusedError
-from dynorm.stream.tensors import Inputs
 
 # Each token's outputs are made of its own channels, which come last.
 _PRODUCTS = ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")
@@ -167,7 +165,11 @@ def mean_squares(model: nn.Module, folds: Sequence[SiteFold], example: Inputs) -
             sites[fold.module] = fold.site
             squares[fold.module] = []
 
-    def measure(module: nn.Module, args: tuple[Any, ...], _: object) -> None:
+    def measure(
+        module: nn.Module,
+        args: tuple[Tensor, ...],
+        _: object,
+    ) -> None:
         tokens = site_tokens(sites[module], args[0].detach().double(), [])
         if sites[module].kind == "layernorm":
             of_tokens = tokens.var(-1, correction=0)

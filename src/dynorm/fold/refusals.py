@@ -96,7 +96,12 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(a, b)
 
 
-def _require_bias(reads: Sequence[Read], reader: Read, uses: Uses, add_bias: bool) -> None:
+def _require_bias(
+    reads: Sequence[Read],
+    reader: Read,
+    uses: Uses,
+    add_bias: bool,
+) -> None:
     """Check that a reader can take a norm's bias into its own, or can be given one."""
     slot = reader.weight
     for leaf in slot.leaves:

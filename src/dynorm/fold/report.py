@@ -1,7 +1,6 @@
-"""The report of a fold: one row per norm, and its savings."""
+"""The report of a fold: one row per norm."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from dynorm.table import Plain, PlainRecord, Table
 
@@ -46,8 +45,6 @@ class FoldedSite(PlainRecord):
         affine: its weight and bias, into its readers.
         center: the mean, out of its stream.
         constants: the scale and the learned centre of a point-wise layer.
-        parameters_removed: numbers that the model no longer holds, or holds as ones and zeros.
-        operations_removed: operations on numbers that a call of the example no longer needs.
         becomes: the class that is there now.
         redundant: the whole norm, if it feeds only norms; ``into`` names these.
         change: the largest relative change of these norms' outputs, for tokens as large as the
@@ -60,8 +57,6 @@ class FoldedSite(PlainRecord):
     affine: Rewrite
     center: Rewrite
     constants: Rewrite
-    parameters_removed: int = 0
-    operations_removed: int = 0
     becomes: str = ""
     redundant: Rewrite = Rewrite(OFF)
     change: float = 0.0
@@ -86,7 +81,7 @@ class FoldReport(Plain):
 
     Example:
         >>> print(FoldReport([], [], []))
-        0 of 0 affine maps folded, 0 of 0 means; 0 parameters and 0 operations less
+        0 of 0 affine maps folded, 0 of 0 means
     """
 
     sites: list[FoldedSite]
@@ -98,30 +93,12 @@ class FoldReport(Plain):
     loads_with: str = "stock"
     fresh: int = 0
 
-    @property
-    def parameters_removed(self) -> int:
-        """Return the sum over the sites."""
-        return sum(site.parameters_removed for site in self.sites)
-
-    @property
-    def operations_removed(self) -> int:
-        """Return the sum over the sites."""
-        return sum(site.operations_removed for site in self.sites)
-
     def count(self, rewrite: str, state: str = FOLDED) -> int:
         """Return how many sites have a rewrite in a state.
 
         The rewrites are "affine", "center", "constants" and "redundant".
         """
         return sum(getattr(site, rewrite).state == state for site in self.sites)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that JSON knows."""
-        sums = {
-            "parameters_removed": self.parameters_removed,
-            "operations_removed": self.operations_removed,
-        }
-        return super().to_dict() | sums
 
     def table(self) -> Table:
         """Return the report as a table, one row per site, with the reasons of refusals as notes."""
@@ -172,11 +149,7 @@ class FoldReport(Plain):
         if linear:
             removed = sum(site.becomes == "Identity" for site in linear)
             title = f"{removed} of {len(linear)} linear layers removed; "
-        return title + (
-            f"{self._share('affine')} affine maps folded, {self._share('center')} means; "
-            f"{self.parameters_removed:,} parameters and {self.operations_removed:,} operations "
-            "less"
-        )
+        return f"{title}{self._share('affine')} affine maps folded, {self._share('center')} means"
 
     def _share(self, rewrite: str) -> str:
         """Return how many sites have a rewrite, of those that have something to rewrite."""

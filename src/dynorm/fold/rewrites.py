@@ -15,7 +15,12 @@ from dynorm.stream.operators import RefusedError
 from dynorm.stream.stream import Stream
 
 
-def fold_affine(folds: Sequence[SiteFold], affine: bool, constants: bool, add_bias: bool) -> None:
+def fold_affine(
+    folds: Sequence[SiteFold],
+    affine: bool,
+    constants: bool,
+    add_bias: bool,
+) -> None:
     """Decide for each norm whether its weight and bias can go into everything that reads it."""
     for fold in folds:
         _choose_parts(fold, affine, constants)

@@ -4,7 +4,6 @@ import math
 
 from dynorm.fold.report import FOLDED, NOTHING, OFF, REFUSED, FoldedSite, Rewrite
 from dynorm.fold.site import SiteFold
-from dynorm.stream.graph import shape
 
 
 def row_of(fold: SiteFold, affine: bool, center: bool, constants: bool) -> FoldedSite:
@@ -20,43 +19,17 @@ def row_of(fold: SiteFold, affine: bool, center: bool, constants: bool) -> Folde
         becomes = "Identity"
     elif fold.becomes_rms:
         becomes = "RMSNorm"
-    channels = math.prod(fold.site.normalized_shape)
-    removed = _vectors_removed(fold, affine_row)
     return FoldedSite(
         fold.path,
         fold.site.kind or fold.site.class_name,
-        channels,
+        math.prod(fold.site.normalized_shape),
         affine_row,
         mean_row,
         constants_row,
-        parameters_removed=channels * removed,
-        operations_removed=_operations_removed(fold, removed),
         becomes=becomes,
         redundant=fold.redundant,
         change=fold.change,
     )
-
-
-def _vectors_removed(fold: SiteFold, affine_row: Rewrite) -> int:
-    """Return how many of weight, bias and centre are gone."""
-    removed = 0
-    if affine_row.state == FOLDED:
-        removed += fold.weight is not None
-        removed += fold.bias is not None
-    if fold.center_into is not None and not fold.through:
-        removed += 1
-    return removed
-
-
-def _operations_removed(fold: SiteFold, vectors_removed: int) -> int:
-    per_element = vectors_removed
-    if fold.becomes_rms:
-        # The mean takes a sum and a difference.
-        per_element += 2
-    if fold.redundant.state == FOLDED:
-        # A norm takes squares, their sum, and a product.
-        per_element += 3
-    return per_element * sum(math.prod(shape(call)) for call in fold.calls)
 
 
 def _affine_row(fold: SiteFold) -> Rewrite:

@@ -127,7 +127,12 @@ class SiteFold:
         return is_moved or self.becomes_rms or self.is_gone
 
 
-def site_fold(site: NormSite, module: nn.Module, chosen: bool, refused: str | None) -> SiteFold:
+def site_fold(
+    site: NormSite,
+    module: nn.Module,
+    chosen: bool,
+    refused: str | None,
+) -> SiteFold:
     """Return the record of a norm or layer, its weight and bias read and its formula tested."""
     fold = SiteFold(site, module, chosen, refused)
     if refused is not None:
@@ -147,7 +152,10 @@ def site_fold(site: NormSite, module: nn.Module, chosen: bool, refused: str | No
     return fold
 
 
-def _tensors(site: NormSite, module: nn.Module) -> list[tuple[str, Tensor, float]]:
+def _tensors(
+    site: NormSite,
+    module: nn.Module,
+) -> list[tuple[str, Tensor, float]]:
     """Return "weight" and "bias" of a norm, each with its tensor and the number added to it."""
     tensors = named_tensors(module)
     held = []

@@ -51,7 +51,12 @@ def most_witnesses() -> int:
     return getattr(_native(), "MOST_WITNESSES", 0)
 
 
-def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = None) -> Tensor:
+def forward(
+    form: Form,
+    x: Tensor,
+    parameters: Parameters,
+    out: Tensor | None = None,
+) -> Tensor:
     """Return y, of x's dtype; in ``out``, contiguous and of x's shape and dtype, if it is given."""
     y = torch.empty_like(x) if out is None else out
     arguments = [*_problem(form, x, parameters), y.data_ptr()]
@@ -146,9 +151,9 @@ def serve_gradients(
     return (*results, None)
 
 
-def _problem(form: Form, x: Tensor, parameters: Parameters) -> list[Any]:
+def _problem(form: Form, x: Tensor, parameters: Parameters) -> list[object]:
     """Return a call as the C++ side takes it (``read_problem`` in csrc/module.cpp)."""
-    arguments: list[Any] = [
+    arguments: list[object] = [
         form.function,
         form.logarithmic,
         DTYPES[x.dtype],

@@ -158,7 +158,12 @@ def traced(*tensors: Tensor) -> bool:
     )
 
 
-def fits(x: Tensor, parameters: Parameters, shape: tuple[int, ...], witnesses: int) -> bool:
+def fits(
+    x: Tensor,
+    parameters: Parameters,
+    shape: tuple[int, ...],
+    witnesses: int,
+) -> bool:
     """Return whether the kernels take these tensors; if not, the definition says why."""
     # Each of these questions costs some 70 ns, so they are asked once.
     if x.dtype not in _cpu.DTYPES or x.layout is not torch.strided or x.is_neg() or not x.ndim:
@@ -202,7 +207,12 @@ class _Pointwise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, form: Form, x: Tensor, *parameters: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        form: Form,
+        x: Tensor,
+        *parameters: Tensor | None,
+    ) -> Tensor:
         ctx.form = form
         ctx.save_for_backward(x, *parameters)
         if form.inner == 1:

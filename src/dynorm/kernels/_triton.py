@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ _BACKWARD_TILE = 2048
 _WIDEST = 512
 
 Candidate = TypeVar("Candidate")
-_chosen: dict[Hashable, Any] = {}
+_chosen: dict[Hashable, object] = {}
 _lock = threading.Lock()
 
 
@@ -53,7 +53,12 @@ def available() -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability() >= _CAPABILITY
 
 
-def forward(form: Form, x: Tensor, parameters: Parameters, out: Tensor | None = None) -> Tensor:
+def forward(
+    form: Form,
+    x: Tensor,
+    parameters: Parameters,
+    out: Tensor | None = None,
+) -> Tensor:
     """Return ``y = weight * scale * f(x - center) + bias`` of contiguous x, in one pass.
 
     It is written to ``out`` if that is given. It is computed in float32, in float64 for float64,
@@ -244,7 +249,11 @@ def _channels(witnesses: tuple[int, ...], device: torch.device) -> Tensor | None
     return torch.tensor(witnesses, device=device)
 
 
-def _backward_tiles(outer: int, channels: int, inner: int) -> tuple[int, int, int, int]:
+def _backward_tiles(
+    outer: int,
+    channels: int,
+    inner: int,
+) -> tuple[int, int, int, int]:
     """Return the rows and columns of a tile, the tiles side by side, and the steps of each.
 
     They are not tuned by timing: the order of the sums depends on them, and has to be the same in

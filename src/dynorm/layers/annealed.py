@@ -1,6 +1,7 @@
 """Annealed layers, which begin as the norm they replace and end as a point-wise function."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
 from dynorm import functional
-from dynorm.arguments import Shape, check_count, check_not_negative, check_share, upcast
+from dynorm.arguments import Shape, check_not_negative, check_share, upcast
 from dynorm.errors import ArgumentError
 from dynorm.kernels import traced
 from dynorm.layers.base import PointwiseNorm, arguments_by_name
@@ -36,8 +37,6 @@ class AnnealedNorm(PointwiseNorm):
         kind: the norm it begins as: "layernorm" or "rmsnorm".
         norm_eps: the number that this norm adds to the variance, or to the mean square.
         t: how far it is annealed, from 0 to 1; :func:`dynorm.set_anneal_` moves it.
-        place: its place in the order of calls. A schedule uses it that anneals one layer after
-            another.
         **options: as for the point-wise layer that it ends as; so are shapes and dtypes. ``scale``
             is the norm's own bound by default, sqrt(C - 1), or sqrt(C) for "rmsnorm".
 
@@ -71,14 +70,12 @@ class AnnealedNorm(PointwiseNorm):
         kind: Kind = "layernorm",
         norm_eps: float = 1e-5,
         t: float = 0.0,
-        place: int = 0,
         **options: Any,
     ) -> None:
         if kind not in ("layernorm", "rmsnorm"):
             raise ArgumentError(f"kind must be 'layernorm' or 'rmsnorm', got {kind!r}")
         self.kind: Kind = kind
         self.norm_eps = check_not_negative("norm_eps", norm_eps)
-        self.place = check_count("place", place, 0)
         super().__init__(normalized_shape, **options)
         # A tensor, so that a step of t compiles nothing again, and so that checkpoints hold it.
         self.register_buffer("t", torch.zeros(1, dtype=torch.float32, device=options.get("device")))
@@ -95,13 +92,8 @@ class AnnealedNorm(PointwiseNorm):
         """Return the t of the last :meth:`set_t_`; :attr:`position` also follows direct writes."""
         return self._position
 
-    def set_t_(self, t: float, *, blend: bool = False) -> None:
+    def set_t_(self, t: float) -> None:
         """Set how far the layer is annealed: 0 is the norm, 1 the point-wise function.
-
-        Args:
-            t: a number from 0 to 1.
-            blend: compute both ends even at 0 and 1, so that layers which move one after another
-                all have one graph for ``torch.compile``.
 
         Raises:
             ArgumentError: ``t`` is outside [0, 1].
@@ -110,7 +102,7 @@ class AnnealedNorm(PointwiseNorm):
         self._position = t
         # The branch of forward: 0 is the norm, 1 the blend, 2 the function. torch.compile guards
         # it, and compiles for three values at most.
-        if blend or 0 < t < 1:
+        if 0 < t < 1:
             self._stage = 1
         else:
             self._stage = 2 if t else 0
@@ -129,7 +121,8 @@ class AnnealedNorm(PointwiseNorm):
         # Blended in at least float32: two roundings to bfloat16 would be visible.
         z = upcast(x)
         norm = self._norm(z, is_input=z is x)
-        return torch.lerp(norm, super().pointwise(z), self.t.to(z.dtype)).to(x.dtype)
+        function = super().pointwise(z)
+        return torch.lerp(norm, function, self.t.to(z.dtype)).to(x.dtype)
 
     def end(self) -> PointwiseNorm:
         """Return the point-wise layer at t = 1, with the same parameters, not copies."""
@@ -145,7 +138,6 @@ class AnnealedNorm(PointwiseNorm):
             "kind": self.kind,
             "norm_eps": self.norm_eps,
             "t": self.position,
-            "place": self.place,
         }
 
     def extra_repr(self) -> str:
@@ -201,7 +193,11 @@ class AnnealedNorm(PointwiseNorm):
             self.set_t_(value)
         self._seen = _written(t)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(
+        self,
+        fn: Callable[[Tensor], Tensor],
+        recurse: bool = True,
+    ) -> Self:
         self._follow()
         super()._apply(fn, recurse)
         # In bfloat16 it would no longer be the number that was set; to_empty leaves any number.

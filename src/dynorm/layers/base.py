@@ -155,7 +155,10 @@ class PointwiseNorm(nn.Module):
         self.elementwise_affine = elementwise_affine
         self.per_channel = per_channel
 
-        def empty(shape: tuple[int, ...], exists: bool = True) -> nn.Parameter | None:
+        def empty(
+            shape: tuple[int, ...],
+            exists: bool = True,
+        ) -> nn.Parameter | None:
             if not exists:
                 return None
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -210,7 +213,9 @@ class PointwiseNorm(nn.Module):
         # The jagged layout without witnesses broadcasts as any other tensor.
         if x.is_nested and (x.layout == torch.strided or self.witness_channels):
             return self._forward_nested(x)
-        if not (self.dim == -1 and x.ndim and x.shape[-1] == self.normalized_shape[0]):
+        # The usual case first: this runs at every call.
+        has_channels_last = self.dim == -1 and x.ndim
+        if not (has_channels_last and x.shape[-1] == self.normalized_shape[0]):
             sizes = tuple(x.shape[d] for d in self.dims if -x.ndim <= d < x.ndim)
             if sizes != self.normalized_shape:
                 raise ArgumentError(
@@ -221,7 +226,8 @@ class PointwiseNorm(nn.Module):
         if returned == x.dtype:
             y = self.pointwise(x)
         else:
-            y = self.pointwise(x.to(torch.promote_types(x.dtype, returned))).to(returned)
+            widest = torch.promote_types(x.dtype, returned)
+            y = self.pointwise(x.to(widest)).to(returned)
         # Contiguous as the output of nn.LayerNorm: the next operation may ask for a view.
         return y.contiguous() if self.dims[-1] == -1 else y
 
@@ -318,7 +324,13 @@ class PointwiseNorm(nn.Module):
         return kernels.Form(cls.kernel, cls.logarithmic, scale, channels=1, inner=1)
 
     @classmethod
-    def curve(cls, x: Tensor, beta: Tensor, center: float = 0.0, scale: float = 1.0) -> Tensor:
+    def curve(
+        cls,
+        x: Tensor,
+        beta: Tensor,
+        center: float = 0.0,
+        scale: float = 1.0,
+    ) -> Tensor:
         """Return ``scale * f(x - center)``, with slope ``scale / sqrt(beta)`` at the centre."""
         # The definition, unlike the kernels, takes a number as the centre.
         number: Any = center
@@ -395,7 +407,8 @@ class PointwiseNorm(nn.Module):
                 f"beta must broadcast to the constant's shape {tuple(constant.shape)}, got shape "
                 f"{tuple(value.shape)}"
             )
-        if not value.is_meta and not bool((value.isfinite() & (value > 0)).all()):
+        are_positive = value.isfinite() & (value > 0)
+        if not value.is_meta and not bool(are_positive.all()):
             raise ArgumentError(f"beta must be positive and finite, got {beta}")
         self.fill_slope_(value)
 
@@ -452,7 +465,11 @@ class PointwiseNorm(nn.Module):
             )
         self._register_witnesses(channels, log_gain)
 
-    def _register_witnesses(self, channels: tuple[int, ...], log_gain: nn.Parameter | None) -> None:
+    def _register_witnesses(
+        self,
+        channels: tuple[int, ...],
+        log_gain: nn.Parameter | None,
+    ) -> None:
         self.witness_channels = channels
         self.register_parameter("log_gain", log_gain)
         # In the state dict, so that a checkpoint says which channels its gains belong to.
@@ -461,7 +478,11 @@ class PointwiseNorm(nn.Module):
             positions = torch.tensor(channels, device=log_gain.device)
         self.register_buffer("witnesses", positions)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+    def _apply(
+        self,
+        fn: Callable[[Tensor], Tensor],
+        recurse: bool = True,
+    ) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # From the meta device to_empty brings arbitrary numbers.
         if self.witnesses is not None and not self.witnesses.is_meta:

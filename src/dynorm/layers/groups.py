@@ -12,7 +12,11 @@ LOG_RATE = 30.0
 
 
 def param_groups(
-    model: nn.Module, *, lr: float, weight_decay: float = 0.0, constants_lr: float | None = None
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    constants_lr: float | None = None,
 ) -> list[dict[str, Any]]:
     """Return optimizer groups, in which the constants of point-wise layers have their own rate.
 

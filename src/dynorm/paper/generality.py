@@ -119,7 +119,7 @@ class Generality:
 
     def to_dict(self) -> dict[str, Any]:
         """Return every study as plain numbers."""
-        numbers: dict[str, Any] = {"base": self.base.to_dict()}
+        numbers: dict[str, object] = {"base": self.base.to_dict()}
         for axis, studies in self.axes.items():
             numbers[f"over_{axis}"] = [study.to_dict() for study in studies]
         return numbers
@@ -162,7 +162,12 @@ def settings_of(channels: int, sigma: float) -> dict[str, list[Setting]]:
     }
 
 
-def study(channels: int = 100, sigma: float = 2.0, mean: float = 0.0, samples: int = 1000) -> Study:
+def study(
+    channels: int = 100,
+    sigma: float = 2.0,
+    mean: float = 0.0,
+    samples: int = 1000,
+) -> Study:
     """Repeat the simulation and the fits of section 4 over many samples.
 
     The seeds are 1, 2, ..., so that any one sample can be reproduced. C must be at least 3, because
@@ -232,10 +237,20 @@ class _Outliers:
         )
 
     def where(self, chosen: NDArray[np.bool_]) -> "_Outliers":
-        return _Outliers(self.x[chosen], self.y[chosen], self.centers[chosen], self.betas[chosen])
+        return _Outliers(
+            x=self.x[chosen],
+            y=self.y[chosen],
+            centers=self.centers[chosen],
+            betas=self.betas[chosen],
+        )
 
 
-def _outliers(channels: int, sigma: float, mean: float, seeds: NDArray[np.int64]) -> _Outliers:
+def _outliers(
+    channels: int,
+    sigma: float,
+    mean: float,
+    seeds: NDArray[np.int64],
+) -> _Outliers:
     """Draw the samples of some seeds and raise their largest elements."""
     generator = np.random.RandomState()
     samples = np.empty((len(seeds), channels))
@@ -246,7 +261,12 @@ def _outliers(channels: int, sigma: float, mean: float, seeds: NDArray[np.int64]
     others = samples[:, :-1]
     tokens = raised(samples)[:, 1:]
     outputs = layer_norm(torch.from_numpy(tokens), eps=0.0).numpy()
-    return _Outliers(tokens[..., -1], outputs[..., -1], others.mean(-1), channels * others.var(-1))
+    return _Outliers(
+        x=tokens[..., -1],
+        y=outputs[..., -1],
+        centers=others.mean(-1),
+        betas=channels * others.var(-1),
+    )
 
 
 def _distribution(values: Array) -> dict[str, float]:

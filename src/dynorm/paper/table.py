@@ -15,7 +15,7 @@ from dynorm.report.rendering import rendered
 from dynorm.table import Column, Table
 
 
-def document(reproduction: Reproduction) -> dict[str, Any]:
+def document(reproduction: Reproduction) -> dict[str, object]:
     """Return the results as plain lists and dictionaries, which ``json.dumps`` accepts."""
     simulation = reproduction.simulation
     functions = {}
@@ -147,11 +147,17 @@ def _mean_text(mean: float) -> str:
     return f"{mean:.2g}"
 
 
-def _outlier_table(title: str, x: Array, values: Mapping[str, Array], form: str) -> str:
+def _outlier_table(
+    title: str,
+    x: Array,
+    values: Mapping[str, Array],
+    form: str,
+) -> str:
     columns: list[str | Column] = ["S", Column("x_o", ".2f")]
     for name in values:
         columns.append(Column(name, form))
-    rows = list(zip(range(1, len(x) + 1), x, *values.values(), strict=True))
+    steps = range(1, len(x) + 1)
+    rows = list(zip(steps, x, *values.values(), strict=True))
     return f"{Table(columns, rows, title=title)}\n"
 
 
@@ -173,7 +179,7 @@ def _generality_table(generality: Generality) -> str:
     return f"{Table(columns, rows, title=title)}\n"
 
 
-def _generality_row(setting: str, study: Study) -> tuple[Any, ...]:
+def _generality_row(setting: str, study: Study) -> tuple[object, ...]:
     return (
         setting,
         *sorted(study.middle("DyT")),

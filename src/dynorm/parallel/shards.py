@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dynorm.arguments import upcast
@@ -125,7 +126,7 @@ class _Summed(torch.autograd.Function):
     """The sum over a group's processes, each of which uses it for its own part of the result."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         total = x.clone()
         torch.distributed.all_reduce(total, group=group)
@@ -137,7 +138,7 @@ class _Summed(torch.autograd.Function):
 
 
 def _with_witnesses(
-    twin: PointwiseNorm, x: Tensor, channels: list[int], groups: list[Any]
+    twin: PointwiseNorm, x: Tensor, channels: list[int], groups: list[ProcessGroup]
 ) -> Tensor:
     """Return the function of this rank's channels, with witnesses from any rank.
 
@@ -150,7 +151,8 @@ def _with_witnesses(
     if twin.center is not None:
         u = u - upcast(twin.center).flatten()
     # Zeros that depend on u: a rank without witnesses must take part in the sum of the gradients.
-    zeros = u[..., 0].masked_fill(torch.ones_like(u[..., 0], dtype=torch.bool), 0.0)
+    everywhere = torch.ones_like(u[..., 0], dtype=torch.bool)
+    zeros = u[..., 0].masked_fill(everywhere, 0.0)
     parts = []
     # For each witness, where to read it among the channels and the appended witnesses.
     positions = []
@@ -167,20 +169,21 @@ def _with_witnesses(
     for group in groups:
         witnesses = _Summed.apply(witnesses, group)  # type: ignore[no-untyped-call]
 
-    def padded(parameter: Tensor | None) -> Any:
-        if parameter is None or tuple(parameter.shape) != twin.normalized_shape:
+    def padded(parameter: Tensor) -> Tensor:
+        if tuple(parameter.shape) != twin.normalized_shape:
             return parameter
         return torch.cat([parameter.flatten(), parameter.new_ones(len(positions))])
 
     second_constant = None
     if len(twin.constants) > 1:
-        second_constant = getattr(twin, twin.constants[1])
+        second_constant = padded(getattr(twin, twin.constants[1]))
+    weight = twin.factor()
     # The center has been subtracted.
     parameters = Parameters(
         padded(getattr(twin, twin.constants[0])),
-        padded(second_constant),
-        weight=padded(twin.factor()),
-        bias=padded(twin.bias),
+        second_constant,
+        weight=None if weight is None else padded(weight),
+        bias=None if twin.bias is None else padded(twin.bias),
         log_gain=twin.log_gain,
     )
     index = torch.tensor(positions, device=x.device)

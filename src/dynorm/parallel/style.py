@@ -155,7 +155,12 @@ class PointwiseParallel(ParallelStyle):
 
 
 def _shard_parameters(
-    name: str, module: nn.Module, mesh: DeviceMesh, *, axis: int | None, source: int | None
+    name: str,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    axis: int | None,
+    source: int | None,
 ) -> None:
     # distribute_module calls this for every submodule, such as a parametrization.
     if not isinstance(module, PointwiseNorm):

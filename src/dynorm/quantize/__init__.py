@@ -3,15 +3,13 @@
 The parameters of a point-wise layer give a bound of its output (:func:`output_range`); some data
 give its actual range (:func:`observed_ranges`). :func:`find_readers` finds the linear layers, and
 :func:`quantize_` gives them torchao's static int8 quantization with scales from these ranges.
-:class:`Int8Table` is a point-wise layer as 256 numbers. Only :func:`quantize_` imports torchao.
+Only :func:`quantize_` imports torchao.
 """
 
 from dynorm.quantize.bounds import observed_ranges, output_bounds, output_range, static_scale
 from dynorm.quantize.int8 import Reader, find_readers, quantize_
-from dynorm.quantize.tables import Int8Table
 
 __all__ = [
-    "Int8Table",
     "Reader",
     "find_readers",
     "observed_ranges",

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +103,10 @@ def require_function(layer: nn.Module) -> None:
 
 
 def observed_ranges(
-    model: nn.Module, batches: Iterable[Batch], *, inputs_of: Iterable[str] | None = None
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    inputs_of: Iterable[str] | None = None,
 ) -> dict[str, Range]:
     """Run a model to find the least and largest output of each channel of its point-wise layers.
 
@@ -144,7 +146,12 @@ def observed_ranges(
     # Those of the present batch.
     masks: list[Tensor] = []
 
-    def widen(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+    def widen(
+        layer: nn.Module,
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Tensor],
+        output: Tensor,
+    ) -> None:
         path = paths[layer]
         value = output if inputs_of is None else (*args, *kwargs.values())[0]
         site = layer if isinstance(layer, PointwiseNorm) else NormSite(path)
@@ -169,7 +176,12 @@ def observed_ranges(
     return ranges
 
 
-def static_scale(low: Tensor, high: Tensor, *, symmetric: bool = True) -> tuple[Tensor, Tensor]:
+def static_scale(
+    low: Tensor,
+    high: Tensor,
+    *,
+    symmetric: bool = True,
+) -> tuple[Tensor, Tensor]:
     """Return the scale and the zero point with which int8 covers a range.
 
     The code of a value y is ``q = round(y / scale) + zero_point``.
@@ -190,14 +202,18 @@ def static_scale(low: Tensor, high: Tensor, *, symmetric: bool = True) -> tuple[
         >>> static_scale(torch.tensor(-1.0), torch.tensor(4.1), symmetric=False)
         (tensor(0.0200), tensor(-78, dtype=torch.int8))
     """
-    if low.shape != high.shape or not ((low <= high) & low.isfinite() & high.isfinite()).all():
+    are_ranges = low.shape == high.shape
+    if are_ranges:
+        are_ranges = bool(((low <= high) & low.isfinite() & high.isfinite()).all())
+    if not are_ranges:
         raise ArgumentError(
             "low must not exceed high, both finite and of the same shape: pass the result of "
             "output_range"
         )
     least = torch.finfo(torch.float32).eps
     if symmetric:
-        scale = (torch.maximum(low.abs(), high.abs()) / 127).clamp(min=least)
+        largest = torch.maximum(low.abs(), high.abs())
+        scale = (largest / 127).clamp(min=least)
         return scale, torch.zeros_like(scale, dtype=torch.int8)
     low = low.clamp(max=0)
     high = high.clamp(min=0)
@@ -206,7 +222,10 @@ def static_scale(low: Tensor, high: Tensor, *, symmetric: bool = True) -> tuple[
     return scale, zero.to(torch.int8)
 
 
-def _edges(layer: PointwiseNorm, sigmas: float | None) -> tuple[float | Tensor, float | Tensor]:
+def _edges(
+    layer: PointwiseNorm,
+    sigmas: float | None,
+) -> tuple[float | Tensor, float | Tensor]:
     """Return the least and largest value of the function, before scale, weight and bias."""
     # The largest input, in units of sqrt(beta).
     z = math.inf if sigmas is None else sigmas / math.sqrt(layer.channels)

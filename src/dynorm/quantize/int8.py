@@ -1,6 +1,6 @@
 """Static int8 of torchao for linear layers, with scales from the point-wise layers they read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +56,11 @@ class Reader:
     peers: tuple[str, ...] = ()
 
 
-def find_readers(model: nn.Module, *args: object, **kwargs: object) -> list[Reader]:
+def find_readers(
+    model: nn.Module,
+    *args: object,
+    **kwargs: object,
+) -> list[Reader]:
     """Run a model once to find its linear layers and the point-wise layers that they read.
 
     A linear layer is an ``nn.Linear`` or a ``Conv1D`` of transformers. It reads a point-wise layer
@@ -173,7 +177,11 @@ class _Inputs:
 class _Watch(TorchFunctionMode):
     """Record which linear layers and other operators read the tensors that point-wise layers return."""
 
-    def __init__(self, layers: Mapping[nn.Module, str], linears: Mapping[nn.Module, str]) -> None:
+    def __init__(
+        self,
+        layers: Mapping[nn.Module, str],
+        linears: Mapping[nn.Module, str],
+    ) -> None:
         super().__init__()
         self.layers = layers
         self.linears = linears
@@ -199,7 +207,12 @@ class _Watch(TorchFunctionMode):
     def returned(self, layer: nn.Module, args: object, output: Tensor) -> None:
         self.outputs[id(output)] = (output, self.layers[layer])
 
-    def enters(self, linear: nn.Module, args: Any, kwargs: Any) -> None:
+    def enters(
+        self,
+        linear: nn.Module,
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Tensor],
+    ) -> None:
         x = (*args, *kwargs.values())[0]
         self.entered = x
         self.inputs.setdefault(self.linears[linear], _Inputs()).add(self.source(x), x.ndim)
@@ -207,7 +220,13 @@ class _Watch(TorchFunctionMode):
     def leaves(self, linear: nn.Module, args: object, output: Tensor) -> None:
         self.entered = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> Any:
         read = args
         # The input of a linear layer has been recorded by its hook.
         if args and args[0] is self.entered:
@@ -433,7 +452,11 @@ def _range(
 
 
 @torch.no_grad()
-def _multiply_steps_in_(model: nn.Module, plans: Sequence[_Plan], folded: set[str | None]) -> None:
+def _multiply_steps_in_(
+    model: nn.Module,
+    plans: Sequence[_Plan],
+    folded: set[str | None],
+) -> None:
     """Multiply the steps into the linear layers, and divide the folded layers by them."""
     step_of: dict[str, Tensor] = {}
     for plan in plans:

@@ -437,7 +437,7 @@ def _arguments(site: NormSite, options: LayerOptions) -> dict[str, Any]:
     if site.weight_offset and site.weight_name is not None:
         arguments["weight_offset"] = site.weight_offset
     if issubclass(options.kind, AnnealedNorm):
-        arguments |= {"kind": site.kind, "norm_eps": site.eps, "place": site.order}
+        arguments |= {"kind": site.kind, "norm_eps": site.eps}
     return arguments
 
 
@@ -476,7 +476,11 @@ def _sources(norm: nn.Module, site: NormSite) -> dict[str, Tensor | None]:
     }
 
 
-def _require_unshared(model: nn.Module, norms: Iterable[nn.Module], changed: Set[Tensor]) -> None:
+def _require_unshared(
+    model: nn.Module,
+    norms: Iterable[nn.Module],
+    changed: Set[Tensor],
+) -> None:
     """Refuse a parameter that other modules share, if the layer holds it in another shape."""
     inside = {part for norm in norms for part in norm.modules()}
     for path, module in model.named_modules():

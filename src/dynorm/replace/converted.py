@@ -58,7 +58,11 @@ def dynorm_layers(model: nn.Module) -> dict[str, PointwiseNorm]:
     }
 
 
-def require_layers(model: nn.Module, *, with_norms: bool = False) -> dict[str, PointwiseNorm]:
+def require_layers(
+    model: nn.Module,
+    *,
+    with_norms: bool = False,
+) -> dict[str, PointwiseNorm]:
     """Return :func:`dynorm_layers`, at least one; ``with_norms``: those whose norm is known."""
     layers = dynorm_layers(model)
     if not layers:

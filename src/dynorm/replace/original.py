@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,7 +19,7 @@ def norm_outputs(model: nn.Module, batch: Batch) -> Outputs:
     """Run a batch with the original norms, and return their outputs by layer, in call order."""
     outputs: Outputs = defaultdict(list)
 
-    def keep(layer: Any, _: Tensor, output: Tensor) -> None:
+    def keep(layer: PointwiseNorm, _: Tensor, output: Tensor) -> None:
         # A copy: the model may write into its tensor later.
         outputs[layer].append(output.clone())
 
@@ -29,15 +28,23 @@ def norm_outputs(model: nn.Module, batch: Batch) -> Outputs:
 
 
 def run_norms(
-    model: nn.Module, norms: Iterable[nn.Module], batch: Batch, see: Callable[..., object]
-) -> Any:
+    model: nn.Module,
+    norms: Iterable[nn.Module],
+    batch: Batch,
+    see: Callable[..., object],
+) -> object:
     """Run a batch without gradient, each layer replaced by its norm, and return the model's output.
 
     ``see`` is called with each of ``norms``, its input and its output. The random state is put
     back, so that a model which draws numbers draws the same ones in another run.
     """
 
-    def hook(norm: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def hook(
+        norm: nn.Module,
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, object],
+        output: object,
+    ) -> object:
         if isinstance(norm, PointwiseNorm):
             output = original_forward(norm, *args)
         see(norm, args[0] if args else next(iter(kwargs.values())), output)
@@ -53,7 +60,11 @@ def recorded(modules: Mapping[PointwiseNorm, nn.Module]) -> Iterator[Outputs]:
     outputs: Outputs = defaultdict(list)
     layers = {module: layer for layer, module in modules.items()}
 
-    def keep(module: nn.Module, args: tuple[object, ...], output: Tensor) -> None:
+    def keep(
+        module: nn.Module,
+        args: tuple[object, ...],
+        output: Tensor,
+    ) -> None:
         outputs[layers[module]].append(output.clone())
 
     with hooked(layers, keep):

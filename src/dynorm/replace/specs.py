@@ -30,7 +30,10 @@ class LayerSpec(PlainRecord):
         try:
             # Earlier versions saved the names of wrappers too.
             paths = tuple(map(without_wrappers, values["paths"]))
-            spec = LayerSpec(values["layer"], dict(values["config"]), paths)
+            config = dict(values["config"])
+            # Earlier versions saved the place of an annealed layer in the order of calls.
+            config.pop("place", None)
+            spec = LayerSpec(values["layer"], config, paths)
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
                 f"a layer needs the keys layer, paths and config, got {values!r}"
@@ -45,7 +48,11 @@ class LayerSpec(PlainRecord):
                 return kind
         return layer_class(self.layer)
 
-    def build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
+    def build(
+        self,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> nn.Module:
         """Build the layer with default constants."""
         if self.layer == LAYER_NAMES[nn.Identity]:
             return identity()

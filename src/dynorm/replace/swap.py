@@ -62,7 +62,7 @@ def original_(layer: PointwiseNorm) -> nn.Module:
     return norm
 
 
-def original_forward(layer: PointwiseNorm, *args: Any) -> Tensor:
+def original_forward(layer: PointwiseNorm, *args: Tensor) -> Tensor:
     """Return the output of the norm that ``layer`` replaced."""
     writes = [writes_of(arg) for arg in args]
     # forward, not a call: layer and norm share their hooks, those of dynorm among them.

@@ -149,7 +149,12 @@ def checksums(parameter: Tensor) -> frozenset[int] | None:
         return None
     values = _sampled(parameter)
     in_bfloat16 = values.bfloat16()
-    casts = [values, in_bfloat16.float(), values.half().float(), in_bfloat16.half().float()]
+    casts = [
+        values,
+        in_bfloat16.float(),
+        values.half().float(),
+        in_bfloat16.half().float(),
+    ]
     return frozenset(_checksum(cast) for cast in casts)
 
 

@@ -35,7 +35,10 @@ def _norm(kind: str) -> str:
 
 
 def _curves(
-    group: str, note: str, errors: Callable[[Any], Mapping[str, float]], page_only: bool = False
+    group: str,
+    note: str,
+    errors: Callable[[Any], Mapping[str, float]],
+    page_only: bool = False,
 ) -> list[SiteColumn]:
     """Return the columns of a group that compares the three curves."""
 

@@ -39,7 +39,7 @@ def measure(
     fit_on: Iterable[Batch] | None = None,
     seed: int = 0,
     points: int = 1500,
-    meta: Mapping[str, Any] | None = None,
+    meta: Mapping[str, object] | None = None,
 ) -> ModelReport:
     """Measure the loss of a converted model, on batches that its constants were not fitted on.
 
@@ -107,11 +107,15 @@ def measure(
     return measurement.report(meta)
 
 
-def compare(model: nn.Module, original: nn.Module, batches: Iterable[Batch]) -> OutputReport:
+def compare(
+    model: nn.Module,
+    original: nn.Module,
+    batches: Iterable[Batch],
+) -> OutputReport:
     """Compare the outputs of a model and its original on all batches; neither is changed."""
     comparison = OutputComparison()
 
-    def run_original(batch: Batch) -> Any:
+    def run_original(batch: Batch) -> object:
         return call(original, batch)
 
     with undisturbed(model, evaluate=True), undisturbed(original, evaluate=True):
@@ -174,7 +178,7 @@ class _Measurement:
             # A copy, because the model may later write into its own tensor.
             pending[site.layer].append(site.tokens_of(y, batch).clone())
 
-        def see_layer(layer: PointwiseNorm, args: tuple[Any, ...], y: Tensor) -> None:
+        def see_layer(layer: PointwiseNorm, args: tuple[Tensor, ...], y: Tensor) -> None:
             site = self.sites[layer]
             site.tokens_of(args[0], batch)
             outputs = site_tokens(layer, y, token_masks(batch))
@@ -184,7 +188,7 @@ class _Measurement:
                 if targets.shape == outputs.shape:
                     site.compare(outputs, targets)
 
-        def run_original(changed: Batch) -> Any:
+        def run_original(changed: Batch) -> object:
             return run_norms(self.original, self.layer_of, changed, lambda *_: None)
 
         before = run_norms(self.original, self.layer_of, batch, see_norm)
@@ -193,7 +197,7 @@ class _Measurement:
                 after = call(self.model, batch)
             self.comparison.add(batch, before, after, run_original)
 
-    def report(self, meta: Mapping[str, Any] | None) -> ModelReport:
+    def report(self, meta: Mapping[str, object] | None) -> ModelReport:
         """Return the report, with the sites in call order."""
         sites = self.sites.values()
         # A loaded model has no site to compare, but an output.

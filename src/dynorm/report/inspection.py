@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +44,7 @@ def inspect_norms(
     fit_on: Iterable[Batch] | None = None,
     seed: int = 0,
     points: int = 1500,
-    meta: Mapping[str, Any] | None = None,
+    meta: Mapping[str, object] | None = None,
     decode: Callable[[int], str] | None = None,
 ) -> InspectionReport:
     """Repeat the paper's section 4 at every norm of a model, on the model's own activations.
@@ -101,7 +100,11 @@ def inspect_norms(
         for batch, share in batches_with_shares(remaining, fit_on):
 
             def see(
-                norm: nn.Module, x: Tensor, _: Tensor, batch: Batch = batch, share: float = share
+                norm: nn.Module,
+                x: Tensor,
+                _: Tensor,
+                batch: Batch = batch,
+                share: float = share,
             ) -> None:
                 watched[norm].see(x, batch, share)
 

@@ -104,7 +104,7 @@ class OutputComparison:
         self._same_class: list[Tensor] = []
 
     def add(
-        self, batch: Batch, original: Any, now: Any, run_original: Callable[[Batch], Any]
+        self, batch: Batch, original: object, now: object, run_original: Callable[[Batch], object]
     ) -> None:
         """Add a batch with the outputs of both models.
 
@@ -186,7 +186,7 @@ class OutputComparison:
         batch: Batch,
         name: str | None,
         tensor: Tensor,
-        run_original: Callable[[Batch], Any],
+        run_original: Callable[[Batch], object],
     ) -> Kind:
         if name == "logits":
             if not isinstance(batch, Mapping) or tensor.ndim != 3:
@@ -202,10 +202,10 @@ class OutputComparison:
 
     def _is_causal(
         self,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, object],
         ids: Tensor,
         logits: Tensor,
-        run_original: Callable[[Batch], Any],
+        run_original: Callable[[Batch], object],
     ) -> bool:
         """Return whether another last token leaves the logits before it as they were."""
         place = torch.arange(ids.shape[1], device=ids.device)

@@ -66,7 +66,11 @@ def svg_picture(
 
 
 def draw(
-    axes: "Axes", fit: CoreFit, sample: Picture, outliers: Points | None, colors: Mapping[str, str]
+    axes: "Axes",
+    fit: CoreFit,
+    sample: Picture,
+    outliers: Points | None,
+    colors: Mapping[str, str],
 ) -> None:
     """Draw points first, then bounds and curves, error bars or outliers on top.
 
@@ -113,7 +117,10 @@ def draw(
 
 
 def draw_sums(
-    axes: "Axes", layer_sums: list[float], norm_sums: list[float], colors: Mapping[str, str]
+    axes: "Axes",
+    layer_sums: list[float],
+    norm_sums: list[float],
+    colors: Mapping[str, str],
 ) -> None:
     """Draw the norm's sum of each token against the layer's, and against the best constant.
 
@@ -149,7 +156,12 @@ def _tick_steps(decades: float) -> tuple[int, ...]:
     return (1,)
 
 
-def _frame(axes: "Axes", x_label: str, y_label: str, colors: Mapping[str, str]) -> None:
+def _frame(
+    axes: "Axes",
+    x_label: str,
+    y_label: str,
+    colors: Mapping[str, str],
+) -> None:
     axes.set_xlabel(x_label, color=colors["soft"])
     axes.set_ylabel(y_label, color=colors["soft"])
     axes.tick_params(which="both", colors=colors["edge"], labelcolor=colors["soft"], labelsize=9)
@@ -158,7 +170,11 @@ def _frame(axes: "Axes", x_label: str, y_label: str, colors: Mapping[str, str]) 
 
 
 def _draw_dots(
-    axes: "Axes", x: list[float], y: list[float], color: str, size: float = 1e-4
+    axes: "Axes",
+    x: list[float],
+    y: list[float],
+    color: str,
+    size: float = 1e-4,
 ) -> None:
     """Draw dots as short lines with round caps, ``size`` high.
 
@@ -173,7 +189,13 @@ def _draw_dots(
     axes.plot(line_x, line_y, color=color, linewidth=3, solid_capstyle="round")
 
 
-def _scale(axes: "Axes", letter: str, low: float, high: float, knee: float) -> None:
+def _scale(
+    axes: "Axes",
+    letter: str,
+    low: float,
+    high: float,
+    knee: float,
+) -> None:
     """Make an axis linear up to the knee and logarithmic beyond, from low to high on that scale."""
     from matplotlib.ticker import AsinhLocator
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dynorm.errors import require_library
 from dynorm.family import FAMILY
@@ -17,6 +17,9 @@ from dynorm.report.rendering import digits, rendered, table_html, wins
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
 from dynorm.table import NotTheModel, Table, plain
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class MeasuredSite:
         return asdict(self, dict_factory=_without_points)
 
 
-def _without_points(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_points(fields: list[tuple[str, object]]) -> dict[str, object]:
     drawn = ("picture", "sums", "points")
     return {name: value for name, value in fields if name not in drawn}
 
@@ -114,7 +117,7 @@ class Report(NotTheModel):
         """
         write_text(path, rendered(f"{self._template}.html", report=self))
 
-    def to_dataframe(self) -> Any:
+    def to_dataframe(self) -> "DataFrame":
         """Return the sites as a ``pandas.DataFrame``, one row per site; nested names have dots.
 
         Raises:
@@ -416,6 +419,6 @@ def _worse(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     return ""
 
 
-def _paragraph(template: str, **values: Any) -> str:
+def _paragraph(template: str, **values: object) -> str:
     """Return the text of a template as one line."""
     return " ".join(rendered(template, **values).split())

@@ -51,7 +51,7 @@ def environment() -> "Environment":
     return jinja
 
 
-def rendered(template: str, **values: Any) -> str:
+def rendered(template: str, **values: object) -> str:
     """Return a template filled with values; a missing name is an error."""
     return environment().get_template(template).render(values)
 

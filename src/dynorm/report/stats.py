@@ -100,7 +100,12 @@ class Histogram:
     bins are finest at the origin; the unit is the typical size of ``x - origin``.
     """
 
-    def __init__(self, origin: float, unit: float, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        origin: float,
+        unit: float,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.origin = origin
         self.unit = unit
         bins = 2 * _HALF + 1
@@ -118,7 +123,8 @@ class Histogram:
         y = y.double().flatten()
         # The choice of the bin may be rough; the sums in it must be exact.
         rough = u.float()
-        distance = (torch.log2(1 + _KNEE * rough.abs()) * _PER_OCTAVE).round().clamp_max(_HALF)
+        octaves = torch.log2(1 + _KNEE * rough.abs())
+        distance = (octaves * _PER_OCTAVE).round().clamp_max(_HALF)
         place = (distance * rough.sign()).long() + _HALF
         self._count.scatter_add_(0, place, torch.ones_like(u))
         self._u.scatter_add_(0, place, u)
@@ -177,7 +183,13 @@ class Histogram:
         std = (mean_square - mean**2).clamp_min(0).sqrt()
         bins = []
         for i in (counts >= least).nonzero().flatten().tolist():
-            bins.append(Bin(float(x[i]), float(mean[i]), float(std[i]), int(counts[i])))
+            interval = Bin(
+                x=float(x[i]),
+                mean=float(mean[i]),
+                std=float(std[i]),
+                count=int(counts[i]),
+            )
+            bins.append(interval)
         return bins
 
 
@@ -188,7 +200,12 @@ class Reservoir:
     2006).
     """
 
-    def __init__(self, size: int, seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        size: int,
+        seed: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.size = size
         self._generator = torch.Generator(device).manual_seed(seed)
         self._key, self._x, self._y = torch.empty(3, 0, dtype=torch.float64, device=device)
@@ -202,7 +219,8 @@ class Reservoir:
         random = torch.rand(
             x.numel(), generator=self._generator, device=x.device, dtype=torch.float32
         ).clamp_min(1e-30)
-        key, index = (random.log() / weight.flatten()).topk(min(self.size, x.numel()))
+        keys = random.log() / weight.flatten()
+        key, index = keys.topk(min(self.size, x.numel()))
         key = torch.cat([self._key, key.double()])
         x = torch.cat([self._x, x.flatten()[index].double()])
         y = torch.cat([self._y, y.flatten()[index].double()])
@@ -213,7 +231,8 @@ class Reservoir:
     def error(self, name: str, betas: Tensor, center: float, scale: float) -> Tensor:
         """Return ``|y - f| / |y|`` for each beta of one of :data:`FUNCTIONS`."""
         x, y = torch.tensor(self.points(), dtype=torch.float64, device="cpu")
-        residual = FUNCTIONS[name](x.expand(len(betas), -1), betas[:, None], center, scale) - y
+        x = x.expand(len(betas), -1)
+        residual = FUNCTIONS[name](x, betas[:, None], center, scale) - y
         error: Tensor = residual.norm(dim=1) / y.norm().clamp_min(1e-300)
         return error
 
@@ -307,7 +326,8 @@ class SiteStats:
     def _start(self, x: Tensor) -> None:
         """Place the bins by the first tokens, which only decide how fine they are."""
         origin = float(x.double().mean()) if self.site.kind == "layernorm" else 0.0
-        unit = float(normalized(self.site, x)[0].double().log().mean().exp())
+        sigma, _, _ = normalized(self.site, x)
+        unit = float(sigma.double().log().mean().exp())
         self.fitted = Histogram(origin, unit, x.device)
         self.held_out = Histogram(origin, unit, x.device)
         self.sample = Reservoir(self._points, self._seed, x.device)
@@ -320,13 +340,15 @@ class SiteStats:
         if not len(tokens):
             return
         size = max(1, _CHUNK // tokens.shape[1])
-        for x, x_places in zip(torch.split(tokens, size), torch.split(places, size), strict=True):
+        chunks = zip(torch.split(tokens, size), torch.split(places, size), strict=True)
+        for x, x_places in chunks:
             sigma, y, deviation = normalized(self.site, x)
             histogram.add(x, y)
             if share < 1:
                 self._add_figures(x, sigma, y, deviation, x_places)
                 if histogram is self.held_out:
-                    self.sample.add(x, y, 1 + (x - histogram.origin).abs() / histogram.unit)
+                    distance = (x - histogram.origin).abs() / histogram.unit
+                    self.sample.add(x, y, 1 + distance)
 
     def _add_figures(
         self, x: Tensor, sigma: Tensor, y: Tensor, deviation: Tensor, places: Tensor
@@ -371,7 +393,8 @@ class SiteStats:
 
     def _quantile(self, q: float) -> float:
         """Return a quantile of the tokens' sigma."""
-        below = int((self._sigmas.cumsum(0).double() / self.tokens < q).sum())
+        shares = self._sigmas.cumsum(0).double() / self.tokens
+        below = int((shares < q).sum())
         return math.pow(2, (below + 0.5) / _SIGMAS_PER_OCTAVE - _OCTAVES)
 
 
@@ -403,5 +426,6 @@ def reached_sites(sites: Iterable[Stats], what: str) -> list[Stats]:
 def normalized(site: NormSite, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the size by which a norm divides each token (tokens, C), its core, and deviations."""
     deviation = token_deviation(x, site.kind)
-    sigma = (token_moment(x, site.kind) + site.eps).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
+    tiny = torch.finfo(x.dtype).tiny
+    sigma = (token_moment(x, site.kind) + site.eps).sqrt().clamp_min(tiny)
     return sigma, deviation / sigma[:, None], deviation

@@ -5,11 +5,11 @@ import logging
 import operator
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from warnings import catch_warnings
 
 import torch
@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import Node
 
+from dynorm.batches import Inputs
 from dynorm.errors import DynormError, ModelError
 from dynorm.stream.graph import Graph, Owner, Slot, leaves, packet
-from dynorm.stream.tensors import Inputs, held_tensors, mapped, tensors_in
+from dynorm.stream.tensors import held_tensors, mapped, tensors_in
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 Owners = dict[Tensor, list[Owner]]
 
@@ -94,7 +98,7 @@ def _show_owners_(owners: Owners) -> None:
 def _hide_norms_(norms: Mapping[int, nn.Module]) -> None:
     """Make each norm compute one opaque operator."""
 
-    def hidden(index: int) -> Any:
+    def hidden(index: int) -> Callable[[Tensor], Tensor]:
         return lambda x: torch.ops.dynorm.norm_call(x, index)
 
     for index, norm in norms.items():
@@ -102,7 +106,7 @@ def _hide_norms_(norms: Mapping[int, nn.Module]) -> None:
         norm.__dict__["forward"] = hidden(index)
 
 
-def _exported(flat: "_Flat") -> Any:
+def _exported(flat: "_Flat") -> "ExportedProgram":
     """Trace a model without strict mode, with functional operators; linear operators stay whole."""
     # This import loads sympy, which importing dynorm must not do.
     import torch.export
@@ -113,7 +117,8 @@ def _exported(flat: "_Flat") -> Any:
         program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
         return program
     # This is a second trace, and takes longer than the rest of a fold.
-    return program.run_decompositions({})
+    decomposed: ExportedProgram = program.run_decompositions({})
+    return decomposed
 
 
 def _is_functional(node: Node) -> bool:
@@ -147,7 +152,7 @@ def _not_traceable(error: Exception) -> ModelError:
     )
 
 
-def _placeholders(program: Any) -> dict[str, list[Node]]:
+def _placeholders(program: "ExportedProgram") -> dict[str, list[Node]]:
     """Return the nodes of each parameter and buffer, by its name in the model."""
     signature = program.graph_signature
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -158,7 +163,10 @@ def _placeholders(program: Any) -> dict[str, list[Node]]:
     return nodes
 
 
-def _nodes_of(owner: Owner, placeholders: Mapping[str, list[Node]]) -> list[Node]:
+def _nodes_of(
+    owner: Owner,
+    placeholders: Mapping[str, list[Node]],
+) -> list[Node]:
     """Return the nodes of a parameter under all paths of its module."""
     nodes = []
     for path in owner.paths:
@@ -207,7 +215,7 @@ def _overlapping(model: nn.Module) -> set[Tensor]:
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
                 plain += _held_plainly(value, 5)
-    by_memory: dict[Any, list[Tensor]] = {}
+    by_memory: dict[object, list[Tensor]] = {}
     for tensor in (*tensors, *plain):
         if tensor.numel():
             memory = (tensor.device, tensor.untyped_storage().data_ptr())
@@ -219,7 +227,7 @@ def _overlapping(model: nn.Module) -> set[Tensor]:
     return overlapping
 
 
-def _held_plainly(value: Any, depth: int) -> Iterator[Tensor]:
+def _held_plainly(value: object, depth: int) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.layout is torch.strided:
             yield value

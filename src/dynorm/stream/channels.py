@@ -4,7 +4,6 @@ The *channel axis* of a value is the axis that a norm normalizes.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +101,11 @@ def moved_like(node: Node, source: Node, substitute: Tensor) -> Tensor:
     return moved
 
 
-def came_from(node: Node, axis: int, step: Step = moved) -> tuple[Node, int] | None:
+def came_from(
+    node: Node,
+    axis: int,
+    step: Step = moved,
+) -> tuple[Node, int] | None:
     """Return the value that ``node`` was moved (or carried) from, and its channel axis there.
 
     None if ``node`` was computed.
@@ -128,7 +131,7 @@ def made_by(node: Node, axis: int) -> tuple[Node, int] | None:
     return None
 
 
-def held_at(node: Any, axis: int) -> tuple[Slot, int] | None:
+def held_at(node: object, axis: int) -> tuple[Slot, int] | None:
     """Return the parameter that a value is a view of, and the axis there; None for any other."""
     while is_tensor(node):
         slot = slot_of(node)
@@ -149,7 +152,7 @@ def factor_of(node: Node, value: Node, axis: int) -> bool:
         return False
     first, second = node.args
     if first is value and second is not value:
-        other: Any = second
+        other: object = second
     elif second is value and first is not value and packet(node) == "aten.mul":
         other = first
     else:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.fx import Node
@@ -81,7 +80,7 @@ class ResidualStream:
 
 
 def find_streams(
-    model: nn.Module, *args: Any, untie: bool = False, **kwargs: Any
+    model: nn.Module, *args: object, untie: bool = False, **kwargs: object
 ) -> list[ResidualStream]:
     """Find the residual streams of a model that its norms read.
 

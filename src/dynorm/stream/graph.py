@@ -182,7 +182,7 @@ def argument(node: Node, index: int) -> Any:
     return node.args[index] if index < len(node.args) else None
 
 
-def as_list(argument: Any) -> list[Any]:
+def as_list(argument: object) -> list[object]:
     """Return an argument that may be one thing or several as a list."""
     return list(argument) if isinstance(argument, (list, tuple)) else [argument]
 
@@ -220,7 +220,9 @@ def is_same(op: Node) -> bool:
 def is_move(node: Node, source: Node) -> bool:
     """Return whether a value consists of elements of another one only."""
     op, _ = producer(node)
-    return bool(op.args) and op.args[0] is source and (is_same(op) or packet(op) in _MOVES)
+    if not op.args or op.args[0] is not source:
+        return False
+    return is_same(op) or packet(op) in _MOVES
 
 
 def leaves(placeholder: Node) -> set[Leaf]:

@@ -227,7 +227,7 @@ def _einsum(node: Node, value: Node, axis: int) -> _Product:
 
 
 def _bias(
-    node: Node, bias: Any, outputs: int | None, added: bool
+    node: Node, bias: object, outputs: int | None, added: bool
 ) -> tuple[Slot | None, Leaf | None]:
     """Find the bias of an operator: its argument, or a parameter added to its outputs."""
     user = node

@@ -8,15 +8,13 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Set, ValuesView
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dynorm.errors import DataError, ModelError
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 _Value = TypeVar("_Value")
 # Objects of these classes hold no tensor that a model computes.
@@ -31,7 +29,7 @@ _SEQUENCES = (tuple, list, deque, Set, KeysView, ValuesView, ItemsView)
 _OPEN_BASES = (object, dict, *_SEQUENCES, set, frozenset, types.SimpleNamespace)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors in containers, plain objects, functions and arrays; refuse other objects.
 
     They come in order, once each.
@@ -49,14 +47,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             )
 
 
-def held_tensors(value: Any) -> list[Tensor]:
+def held_tensors(value: object) -> list[Tensor]:
     """Return the tensors that can be seen, once each; other objects are passed over."""
     return [part for part in _walk(value, {}) if isinstance(part, Tensor)]
 
 
 def mapped(value: _Value, function: Callable[[Tensor], Tensor]) -> _Value:
     """Return a deep copy with a function applied to each tensor; classes and aliases are kept."""
-    memo: dict[int, Any] = {id(tensor): function(tensor) for tensor in held_tensors(value)}
+    memo: dict[int, object] = {id(tensor): function(tensor) for tensor in held_tensors(value)}
     try:
         return copy.deepcopy(value, memo)
     # Any exception may come from the __deepcopy__ of a foreign class.
@@ -72,7 +70,7 @@ def copied(value: _Value) -> _Value:
     return mapped(value, lambda tensor: tensor.detach().clone())
 
 
-def _walk(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
+def _walk(value: object, seen: dict[int, object]) -> Iterator[object]:
     """Yield tensors, arrays, and objects that cannot be looked into."""
     if isinstance(value, _WITHOUT_TENSORS) or type(value) is object or id(value) in seen:
         return
@@ -86,7 +84,7 @@ def _walk(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
         yield from _walk(part, seen)
 
 
-def _parts(value: Any) -> list[Any] | None:
+def _parts(value: object) -> list[object] | None:
     """Return the parts of a value; None for a tensor, an array, or an object that hides them."""
     # Looking into an iterator would use it up.
     if isinstance(value, (Tensor, np.ndarray, Iterator, memoryview)):
@@ -101,7 +99,7 @@ def _parts(value: Any) -> list[Any] | None:
         return [value.func, value.args, value.keywords, vars(value)]
     if isinstance(value, weakref.ref):
         return [value()]
-    parts: list[Any] = []
+    parts: list[object] = []
     if isinstance(value, Mapping):
         parts += value.values()
         parts += value.keys()
@@ -135,7 +133,7 @@ def _is_open(kind: type) -> bool:
     return True
 
 
-def _attributes(value: Any) -> list[Any]:
+def _attributes(value: object) -> list[object]:
     """Return the values of an object's attributes, with those in slots."""
     attributes = list(getattr(value, "__dict__", {}).values())
     for base in type(value).__mro__:

@@ -1,10 +1,8 @@
 """Annealing: move a model step by step from its norms to point-wise functions."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal
 
 from torch import nn
 
@@ -16,12 +14,9 @@ from dynorm.replace.swap import swap_, take_over_
 from dynorm.site import any_match, as_globs
 from dynorm.wrappers import torch_classes
 
-Curve = Literal["linear", "cosine"]
-Order = Literal["together", "last_first", "first_last"]
-
 
 def annealed_layers(model: nn.Module) -> dict[str, AnnealedNorm]:
-    """Return the annealed layers of a model by their first path, in call order.
+    """Return the annealed layers of a model by their first path.
 
     Raises:
         ModelError: there is none.
@@ -35,10 +30,15 @@ def annealed_layers(model: nn.Module) -> dict[str, AnnealedNorm]:
             "the model must have annealed layers, but has none: call dynorm.convert_(model, sites, "
             "to='annealed') first"
         )
-    return dict(sorted(layers.items(), key=lambda item: item[1].place))
+    return layers
 
 
-def set_anneal_(model: nn.Module, t: float, *, only: str | Iterable[str] | None = None) -> None:
+def set_anneal_(
+    model: nn.Module,
+    t: float,
+    *,
+    only: str | Iterable[str] | None = None,
+) -> None:
     """Move the annealed layers of a model between norm and point-wise function, in place.
 
     Args:
@@ -135,20 +135,17 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
 
 @dataclass(frozen=True)
 class AnnealSchedule:
-    """The t of each annealed layer at each step of training.
+    """The t of the annealed layers at each step of training: from 0 to 1 in a straight line.
 
     Args:
         start: the last step at t = 0, whose activations set the constants; a float is a share of
             the run, up to 1.
         length: how many steps t takes from 0 to 1; a float is a share of the run. t = 1 from
             ``start + length`` on.
-        shape: how t rises: "linear", or "cosine", which begins and ends slowly.
-        order: all layers "together", or one after another, from the last ("last_first") or the
-            first ("first_last").
 
     Raises:
-        ArgumentError: ``start`` or ``length`` is not a number, negative, or a share above 1;
-            ``length`` is 0; or a name is unknown.
+        ArgumentError: ``start`` or ``length`` is not a number, negative, or a share above 1; or
+            ``length`` is 0.
 
     Example:
         >>> schedule = AnnealSchedule(start=0.6, length=0.3)
@@ -158,23 +155,12 @@ class AnnealSchedule:
 
     start: float = 0.6
     length: float = 0.3
-    shape: Curve = "linear"
-    order: Order = "together"
 
     def __post_init__(self) -> None:
         if not (_is_steps(self.start) and _is_steps(self.length) and self.length > 0):
             raise ArgumentError(
                 "start and length must be steps (integers) or shares of the run (floats from 0 to "
                 f"1), and length positive, got {self.start!r} and {self.length!r}"
-            )
-        if self.shape not in ("linear", "cosine") or self.order not in (
-            "together",
-            "last_first",
-            "first_last",
-        ):
-            raise ArgumentError(
-                "shape must be linear or cosine and order together, last_first or first_last, got "
-                f"{self.shape!r} and {self.order!r}"
             )
 
     def steps(self, total: int) -> tuple[int, int]:
@@ -197,22 +183,12 @@ class AnnealSchedule:
             )
         return start, length
 
-    def at(self, step: int, total: int, place: int = 0, places: int = 1) -> float:
-        """Return t of the layer at ``place`` of ``places`` in call order, at a step of ``total``.
-
-        Steps and places are counted from 0.
-        """
+    def at(self, step: int, total: int) -> float:
+        """Return t at a step of ``total``, counted from 0."""
         start, length = self.steps(total)
         check_count("step", step, 0)
         progress = (step - start) / length
-        if self.order != "together":
-            # One layer moves at a time; the layers before it in the order have arrived.
-            turn = place if self.order == "first_last" else places - 1 - place
-            progress = progress * places - turn
-        progress = min(max(progress, 0.0), 1.0)
-        if self.shape == "cosine":
-            return 0.5 - 0.5 * math.cos(math.pi * progress)
-        return progress
+        return min(max(progress, 0.0), 1.0)
 
     def apply_(self, model: nn.Module, step: int, total: int) -> None:
         """Set the t of a model's annealed layers for a step; call it in your training loop.
@@ -221,13 +197,10 @@ class AnnealSchedule:
             ArgumentError: the schedule does not fit the run, or ``step`` is not a number of steps.
             ModelError: the model has no annealed layer.
         """
-        layers = list(annealed_layers(model).values())
-        start, length = self.steps(total)
-        for place, layer in enumerate(layers):
-            t = self.at(step, total, place, len(layers))
-            # Layers that move one after another all have one graph for torch.compile.
-            blend = self.order != "together" and start < step < start + length
-            layer.set_t_(t, blend=blend)
+        layers = annealed_layers(model)
+        t = self.at(step, total)
+        for layer in layers.values():
+            layer.set_t_(t)
 
 
 def _is_steps(value: object) -> bool:

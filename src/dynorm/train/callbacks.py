@@ -10,7 +10,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from dynorm.arguments import check_share
 from dynorm.errors import ArgumentError
 from dynorm.layers import AnnealedNorm
-from dynorm.train.anneal import AnnealSchedule, Curve, Order, annealed_layers
+from dynorm.train.anneal import AnnealSchedule, annealed_layers
 from dynorm.train.monitor import Monitor
 from dynorm.train.start import AnnealStart, require_same_anneal
 
@@ -25,7 +25,7 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
     from a checkpoint continues at its t.
 
     Args:
-        start, length, shape, order: those of :class:`dynorm.AnnealSchedule`.
+        start, length: those of :class:`dynorm.AnnealSchedule`.
 
     Raises:
         ArgumentError: an argument is outside its domain; or, when training begins, the annealing
@@ -38,14 +38,8 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
         (600, 300)
     """
 
-    def __init__(
-        self,
-        start: float = 0.6,
-        length: float = 0.3,
-        shape: Curve = "linear",
-        order: Order = "together",
-    ) -> None:
-        self.schedule = AnnealSchedule(start, length, shape, order)
+    def __init__(self, start: float = 0.6, length: float = 0.3) -> None:
+        self.schedule = AnnealSchedule(start, length)
         self._start: AnnealStart | None = None
 
     def on_train_begin(
@@ -165,7 +159,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         callbacks.sort(key=lambda callback: callback is not self)
 
     def on_train_end(
-        self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Stop watching the model."""
         if self._monitor is not None:

@@ -118,7 +118,7 @@ class Monitor:
         self._clear()
         return all_figures
 
-    def close(self, *_: Any) -> None:
+    def close(self, *_: object) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
@@ -133,7 +133,14 @@ class Monitor:
         self._gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
 
     @torch.no_grad()
-    def _see(self, path: str, layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+    def _see(
+        self,
+        path: str,
+        layer: nn.Module,
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Tensor],
+        output: Tensor,
+    ) -> None:
         # A restored norm keeps the hooks of its layer.
         if not isinstance(layer, PointwiseNorm):
             return

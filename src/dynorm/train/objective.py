@@ -38,7 +38,12 @@ class Distillation(nn.Module):
     """A converted model with its teacher; calling it returns the loss of a batch."""
 
     def __init__(
-        self, model: nn.Module, teacher: nn.Module | None, loss: Loss, bf16: bool, ranks: Ranks
+        self,
+        model: nn.Module,
+        teacher: nn.Module | None,
+        loss: Loss,
+        bf16: bool,
+        ranks: Ranks,
     ) -> None:
         super().__init__()
         layers = require_layers(model, with_norms=teacher is None)
@@ -96,7 +101,12 @@ class Distillation(nn.Module):
         loss = fmean(float(self(batch)) for batch in batches)
         return fmean(self.ranks.exchange(loss))
 
-    def rate(self, usual: float, batches: Sequence[Batch], weights: dict[str, Tensor]) -> float:
+    def rate(
+        self,
+        usual: float,
+        batches: Sequence[Batch],
+        weights: dict[str, Tensor],
+    ) -> float:
         """Return the learning rate found on the first batch where a trial step lowers the loss.
 
         On a batch with an exploded token no step does.
@@ -107,7 +117,12 @@ class Distillation(nn.Module):
                 return best
         return usual * 0.5**_MOST_HALVINGS
 
-    def best_step(self, batch: Batch, usual: float, weights: dict[str, Tensor]) -> float:
+    def best_step(
+        self,
+        batch: Batch,
+        usual: float,
+        weights: dict[str, Tensor],
+    ) -> float:
         """Halve the usual rate while trial steps lower the loss; return the best one, 0 if none."""
         self.model.load_state_dict(weights)
         best_rate = 0.0

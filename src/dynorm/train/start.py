@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +138,8 @@ class AnnealStart:
             path = self._paths[layer]
             # Notice a rank that failed, or has other layers, before the sums.
             self._ranks.require_same_place(path)
-            totals = self._ranks.summed(torch.stack([sums.counts, sums.log_betas, sums.inputs]))
+            sums_here = torch.stack([sums.counts, sums.log_betas, sums.inputs])
+            totals = self._ranks.summed(sums_here)
             counts = totals[0]
             problem = ""
             if counts.min() == 0:
@@ -170,7 +170,10 @@ class AnnealStart:
             layer.fill_constants_(beta, center)
 
     def _enter(
-        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> None:
         masks = []
         if self._owner is None:
@@ -182,14 +185,24 @@ class AnnealStart:
             self._masks = masks
         self._running.append(module)
 
-    def _leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+    def _leave(
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        output: object,
+    ) -> None:
         # A module that raised may have left others on the stack.
         while self._running and self._running.pop() is not module:
             pass
         if self._owner is module:
             self._owner = None
 
-    def _add(self, layer: AnnealedNorm, args: tuple[Any, ...], output: Tensor) -> None:
+    def _add(
+        self,
+        layer: AnnealedNorm,
+        args: tuple[Tensor, ...],
+        output: Tensor,
+    ) -> None:
         # Inside a backward pass, activation checkpointing runs the layer again: it was counted
         # before. torch has no public function for this.
         if torch._C._current_graph_task_id() != -1:
@@ -234,7 +247,7 @@ def require_same_anneal(model: nn.Module) -> None:
 
 
 def _named(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> dict[str, object]:
     """Return the arguments of a module by name, with the entries of those that are dicts."""
     named: dict[str, object] = {}

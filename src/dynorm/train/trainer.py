@@ -69,7 +69,13 @@ class Course(TrainerCallback):  # type: ignore[misc]
             if self.time_used > 1:
                 control.should_training_stop = True
 
-    def on_train_end(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
+    def on_train_end(
+        self,
+        args: object,
+        state: TrainerState,
+        *_: object,
+        **kwargs: object,
+    ) -> None:
         """Fill the bar: if the time was over first, the run has no further steps."""
         self._progress.update(self._task, total=state.global_step)
 
@@ -138,7 +144,11 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         return DataLoader(self.train_dataset, batch_size=None, pin_memory=torch.cuda.is_available())
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """Return the loss of a batch in eval mode."""
         # The Trainer turns dropout on; here it would only be noise between teacher and student.
@@ -231,7 +241,13 @@ def rate_factor(step: int, steps: int, time_used: float = 0.0) -> float:
 
 
 def training_arguments(
-    job: Distillation, folder: str | Path, steps: int, seed: int, accumulate: int, *, save: bool
+    job: Distillation,
+    folder: str | Path,
+    steps: int,
+    seed: int,
+    accumulate: int,
+    *,
+    save: bool,
 ) -> TrainingArguments:
     """Return the arguments of the Trainer; ModelError if the environment names other processes."""
     arguments = TrainingArguments(

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import sympy as sp
 from torch import Tensor
@@ -98,7 +97,14 @@ class Statement:
                 )
             later.remove(symbol)
 
-    def step(self, claim: Expr, reason: str, *, tag: str = "", by_sums: bool = False) -> None:
+    def step(
+        self,
+        claim: Expr,
+        reason: str,
+        *,
+        tag: str = "",
+        by_sums: bool = False,
+    ) -> None:
         """Add a step: ``sympy.Eq``, ``Ne``, ``Ge`` or ``Gt`` of two formulas, and why it holds."""
         if type(claim) not in _RELATIONS:
             raise ArgumentError(
@@ -110,7 +116,14 @@ class Statement:
         relation = _RELATIONS[type(claim)]
         self._add(Step(claim.lhs, relation, claim.rhs, reason, tag, by_sums=by_sums))
 
-    def then(self, right: Expr, reason: str, *, tag: str = "", by_sums: bool = False) -> None:
+    def then(
+        self,
+        right: Expr,
+        reason: str,
+        *,
+        tag: str = "",
+        by_sums: bool = False,
+    ) -> None:
         """Add a step that goes on from the right side of the one before: it equals ``right``."""
         left = self.steps[-1].right
         right = sp.sympify(right)
@@ -145,7 +158,7 @@ class Statement:
         return formulas
 
 
-def symbols_in(formula: Expr) -> set[Any]:
+def symbols_in(formula: Expr) -> set[object]:
     """Return the symbols of a formula; not the indices and the vectors of its channels."""
     symbols = set()
     parts = sp.preorder_traversal(formula)
