@@ -20,6 +20,7 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     TrainerCallback,
+    TrainerState,
     get_cosine_schedule_with_warmup,
 )
 
@@ -27,7 +28,7 @@ import dynorm
 from dynorm.replace.converted import dynorm_layers
 from dynorm.train.callbacks import AnnealCallback
 from dynorm.train.distill import distill_, distillation_rate, output_loss
-from dynorm.train.trainer import rate_factor
+from dynorm.train.trainer import Announcer, in_words, rate_factor
 
 
 def images() -> list[tuple[Tensor]]:
@@ -711,3 +712,40 @@ def test_a_bar_shows_step_loss_and_time_left_and_ends_full(
     assert "distilling" in shown
     assert "25/25" in shown
     assert "loss " in shown
+
+
+def test_without_a_bar_lines_say_how_long_a_distillation_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A clock that is asked once per step, and goes on by 3 s: 397 steps of 400 are left at first.
+    clock = SimpleNamespace(perf_counter=itertools.count(0, 3).__next__)
+    monkeypatch.setattr("dynorm.train.trainer.time", clock)
+    said: list[str] = []
+    announcer = Announcer(said.append)
+    state = TrainerState(max_steps=400)
+    announcer.on_train_begin(None, state)
+    for step in range(1, 401):
+        state.global_step = step
+        announcer.on_step_end(None, state)
+    assert said == [
+        "step 20 of 400: about 19 minutes of distillation left",
+        "step 100 of 400: about 15 minutes of distillation left",
+        "step 200 of 400: about 10 minutes of distillation left",
+        "step 300 of 400: about 5 minutes of distillation left",
+    ]
+    # A run that resumes near its end is timed from there.
+    said.clear()
+    state.global_step = 392
+    announcer.on_train_begin(None, state)
+    for step in range(393, 401):
+        state.global_step = step
+        announcer.on_step_end(None, state)
+    assert said[0] == "step 394 of 400: about 18 s of distillation left"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "1 s"), (99, "99 s"), (100, "2 minutes"), (5400, "90 minutes"), (12600, "3.5 hours")],
+)
+def test_a_time_in_words(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words

@@ -277,6 +277,9 @@ class Job:
 
     def distill_(self, quiet: bool) -> None:
         """Train all weights to reproduce the original's outputs."""
+        # It imports transformers.
+        from dynorm.train.trainer import Announcer
+
         recipe = self.recipe
         if recipe.steps:
             self.say(f"distilling for {recipe.steps} steps")
@@ -288,6 +291,8 @@ class Job:
         batches = ShuffledBatches(
             self.inputs.batches, self.ranks.share(self.inputs.fit), recipe.batch, recipe.seed
         )
+        # The bar shows the time that is left; without it, lines do.
+        callbacks = [Announcer(self.say)] if quiet else []
         with self.stage("distill"):
             distilled = distill_(
                 self.pretrained.model,
@@ -301,6 +306,7 @@ class Job:
                 bf16=recipe.bf16,
                 accumulate=recipe.accumulate,
                 checkpoints=recipe.checkpoints,
+                callbacks=callbacks,
             )
             self.details["distill"] = distilled.to_dict()
 

@@ -1,6 +1,7 @@
 """The Trainer that distills a model. It imports transformers, so import it only when needed."""
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -34,6 +35,8 @@ from dynorm.ranks import BATCH
 from dynorm.train.objective import Distillation, largest_tensor
 
 _WARM_UP = 10
+# After this many steps the time that is left is said for the first time.
+_TIMED = 20
 
 
 class Course(TrainerCallback):  # type: ignore[misc]
@@ -72,6 +75,51 @@ class Course(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
         """Fill the bar: if the time was over first, the run has no further steps."""
         self._progress.update(self._task, total=state.global_step)
+
+
+class Announcer(TrainerCallback):  # type: ignore[misc]
+    """Say how long a distillation will take, where no bar shows it.
+
+    ``say`` is called with a line after the first steps, and again after each quarter.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._first = 0
+        self._begun = 0.0
+        self._due: list[int] = []
+
+    def on_train_begin(
+        self, args: object, state: TrainerState, *_: object, **kwargs: object
+    ) -> None:
+        """Plan the lines; a resumed run has taken steps already."""
+        done = state.global_step
+        left = state.max_steps - done
+        # The first step is not timed: it allocates memory.
+        self._first = done + 1
+        steps = {min(_TIMED, left // 4), left // 4, left // 2, 3 * left // 4}
+        self._due = [done + count for count in sorted(steps) if count > 1]
+
+    def on_step_end(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
+        """Say how much time is left, at the steps that are due."""
+        step = state.global_step
+        now = time.perf_counter()
+        if step == self._first:
+            self._begun = now
+        if step not in self._due:
+            return
+        seconds = (now - self._begun) / (step - self._first)
+        left = in_words(seconds * (state.max_steps - step))
+        self._say(f"step {step:,} of {state.max_steps:,}: about {left} of distillation left")
+
+
+def in_words(seconds: float) -> str:
+    """Return a time as a reader says it, such as "40 s", "12 minutes" or "3.5 hours"."""
+    if seconds < 99.5:
+        return f"{max(seconds, 1):.0f} s"
+    if seconds < 99.5 * 60:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.1f} hours"
 
 
 class BatchStream(IterableDataset[dict[str, Batch]]):
