@@ -1,4 +1,7 @@
-"""Print the figures of ``make demo`` next to the committed ones: ``python tools/demo_figures.py minilm build/demo/report.json``."""
+"""Print the figures of ``make demo`` next to the committed ones.
+
+``python tools/demo_figures.py minilm build/demo/report.json``
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ Report = dict[str, Any]
 def comparison(measured: Report, expected: Report) -> str:
     """Return the measured and the expected figures as text.
 
-    Stages are compared up to the first one whose options differ, because later figures are not comparable. The figures of the whole
-    held-out set are compared only if no option differs.
+    Stages are compared up to the first one whose options differ, because later figures are not
+    comparable. The figures of the whole held-out set are compared only if no option differs.
     """
     rows = []
     remark = ""
