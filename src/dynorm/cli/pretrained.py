@@ -11,6 +11,7 @@ import typer
 from dynorm.cli.application import AsJson, app, quiet_libraries, show, speaker
 from dynorm.files import require_writable
 from dynorm.jobs.convert import convert_pretrained
+from dynorm.jobs.dry_run import dry_run as plan_conversion
 from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.jobs.job import JobOptions
 from dynorm.ranks import joined
@@ -101,6 +102,14 @@ def convert(
         ),
     ] = False,
     overwrite: Overwrite = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only print which norms would be replaced, the recipe, and about how much time "
+            "and memory the conversion needs. Nothing is written.",
+        ),
+    ] = False,
     as_json: AsJson = False,
     recipe: Annotated[
         Path | None,
@@ -218,6 +227,9 @@ def convert(
             device=device,
             dtype=dtype,
         )
+        if dry_run:
+            show(plan_conversion(model, chosen, say=say, **options), as_json)
+            return
         report = convert_pretrained(
             model,
             out,
