@@ -204,6 +204,21 @@ def convert(
             help="Folder for checkpoints of the distillation. A later run resumes from them."
         ),
     ] = None,
+    report_to: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where the distillation is logged, such as tensorboard or wandb. "
+            "Can be repeated. Default: nowhere."
+        ),
+    ] = None,
+    keep_on_interrupt: Annotated[
+        bool,
+        typer.Option(
+            "--keep-on-interrupt",
+            help="At Ctrl-C end the distillation early, keep what was trained if it is better, "
+            "measure and save.",
+        ),
+    ] = Recipe.keep_on_interrupt,
 ) -> None:
     """Replace the norms of a pretrained model with point-wise layers, fit them, measure, save.
 

@@ -291,8 +291,8 @@ class Job:
         batches = ShuffledBatches(
             self.inputs.batches, self.ranks.share(self.inputs.fit), recipe.batch, recipe.seed
         )
-        # The bar shows the time that is left; without it, lines do.
-        callbacks = [Announcer(self.say)] if quiet else []
+        # Without a bar, lines show the time that is left.
+        callbacks = [Announcer(self.say, has_bar=not quiet)]
         with self.stage("distill"):
             distilled = distill_(
                 self.pretrained.model,
@@ -306,9 +306,15 @@ class Job:
                 bf16=recipe.bf16,
                 accumulate=recipe.accumulate,
                 checkpoints=recipe.checkpoints,
+                report_to=recipe.report_to,
+                keep_on_interrupt=recipe.keep_on_interrupt,
                 callbacks=callbacks,
             )
             self.details["distill"] = distilled.to_dict()
+        if distilled.interrupted:
+            self.say(f"stopped after {distilled.steps:,} steps; the rest of the job goes on")
+        elif distilled.resumed == distilled.steps:
+            self.say(f"the checkpoint has all {distilled.steps:,} steps already")
 
     def measure(self) -> ModelReport:
         """Return the report on the held-out samples."""
