@@ -25,7 +25,7 @@ STAGES = ("calibrated", "refined")
 RETRIEVED = {
     "original": "the original",
     "calibrated": "calibrated and refined, no training (`dynorm convert`)",
-    "demo": "and distilled for five minutes (`make demo`)",
+    "demo": "and distilled for 1,049 steps (`make demo`)",
 }
 DISTILLATION_STEPS = 1200
 

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
@@ -57,6 +58,53 @@ def snippets(page: str) -> list[str]:
     """Return the Python of a page, block by block."""
     text = (ROOT / page).read_text("utf-8")
     return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def outputs(page: str) -> list[str | None]:
+    """Return the output that a page shows below each block of Python; None where it shows none."""
+    text = (ROOT / page).read_text("utf-8")
+    blocks = r"^```python\n.*?^```\n(?:\n(?:[^`\n]+\n\n)?```text\n(.*?)^```)?"
+    return [match[1] for match in re.finditer(blocks, text, re.MULTILINE | re.DOTALL)]
+
+
+def is_shown(shown: str, printed: str) -> bool:
+    """Return whether a page shows the output: the same words in order, and figures near the output's.
+
+    Lines of "..." stand for parts that are left out. Spaces and line ends do not count.
+    """
+    words = parts_of(printed)
+    start = 0
+    for passage in re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE):
+        wanted = parts_of(passage)
+        while not alike(wanted, words[start : start + len(wanted)]):
+            start += 1
+            if start + len(wanted) > len(words):
+                return False
+        start += len(wanted)
+    return True
+
+
+def parts_of(text: str) -> list[str]:
+    """Return the words, numbers and marks of a text."""
+    return re.findall(r"[−-]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?|[^\W\d]+|[^\w\s]", text)
+
+
+def alike(wanted: list[str], found: list[str]) -> bool:
+    """Return whether words are equal, and numbers within a tenth or 0.03 of each other."""
+    if len(wanted) != len(found):
+        return False
+    return all(map(near, wanted, found))
+
+
+def near(wanted: str, found: str) -> bool:
+    """Return whether two words are equal, or two numbers close."""
+    values = []
+    for word in (wanted, found):
+        try:
+            values.append(float(word.replace("−", "-").replace(",", "")))
+        except ValueError:
+            return wanted == found
+    return values[0] == pytest.approx(values[1], rel=0.1, abs=0.03)
 
 
 def leave_the_group() -> None:

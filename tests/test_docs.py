@@ -12,6 +12,7 @@ import torch
 
 import dynorm
 from benchmarks.tables import PAGES, renewed
+from tests.snippet_cases import is_shown, outputs, snippets
 
 ROOT = Path(__file__).parent.parent
 ALL = [
@@ -37,13 +38,13 @@ def test_the_first_snippet_runs_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    snippet = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
-    )[0]
+    snippet = snippets("README.md")[0]
+    shown = outputs("README.md")[0]
     with torch.random.fork_rng():
         torch.manual_seed(0)
         exec(snippet, {})
-    assert "4 norms replaced" in capsys.readouterr().out
+    assert shown is not None
+    assert is_shown(shown, capsys.readouterr().out)
     assert (tmp_path / "converted" / "dynorm.json").exists()
 
 

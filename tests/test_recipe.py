@@ -131,7 +131,17 @@ def test_the_defaults_of_the_verbs_are_those_of_the_recipe() -> None:
         dynorm.convert_: ["to", "only", "skip", "per_channel", "center", "witnesses"],
         dynorm.calibrate_: ["lean", "tolerance"],
         dynorm.refine_: ["bf16"],
-        dynorm.distill_: ["steps", "minutes", "lr", "seed", "bf16", "accumulate", "checkpoints"],
+        dynorm.distill_: [
+            "steps",
+            "minutes",
+            "lr",
+            "seed",
+            "bf16",
+            "accumulate",
+            "checkpoints",
+            "report_to",
+            "keep_on_interrupt",
+        ],
     }
     for verb, names in taken.items():
         parameters = inspect.signature(verb).parameters

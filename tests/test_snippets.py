@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 
 import dynorm
 from tests.parallel.launch import launch, values
-from tests.snippet_cases import snippets
+from tests.snippet_cases import is_shown, outputs, snippets
 from tests.test_docs import ALL, ROOT
 
 # Names that the pages use without a definition: a model, its inputs, and others.
@@ -28,6 +30,26 @@ model = GPT2LMHeadModel(config).eval()
 batches = [{"input_ids": torch.randint(0, 32, (4, 8))} for _ in range(6)]
 held_out, batch, example = batches[4:], batches[0], (batches[0]["input_ids"],)
 """
+# The same, trained on a real text.
+TRAINED = (
+    GPT
+    + """
+import os
+from pathlib import Path
+config = GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
+model = GPT2LMHeadModel(config)
+text = torch.tensor(list(Path(os.__file__).read_bytes()[:32768]))
+batches = [{"input_ids": block} for block in text.view(32, 16, 64)]
+optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+for step in range(150):
+    loss = model(**batches[step % 32], labels=batches[step % 32]["input_ids"]).loss
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+model.eval()
+batches, held_out = batches[:24], batches[24:]
+"""
+)
 ENCODER = """
 from pathlib import Path
 from tests.ecosystem.models import bert, saved
@@ -44,7 +66,7 @@ model = converted(tiny_model("llama"), example).requires_grad_(False)
 BEFORE = {
     "docs/deploy.md": DEPLOYED,
     "docs/howto/encoder.md": ENCODER,
-    "docs/guide.md": GPT,
+    "docs/guide.md": TRAINED,
     "docs/without-norms.md": GPT,
     # The last of the page is for a model with RMSNorms.
     "docs/fold.md": GPT
@@ -54,7 +76,7 @@ config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hi
 model = LlamaForCausalLM(config).eval()
 """,
     "docs/witnesses.md": GPT + "sites = dynorm.find_norms(model, **batch)",
-    "docs/scale-channel.md": GPT,
+    "docs/scale-channel.md": TRAINED,
     "docs/anneal.md": GPT
     + """
 rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (16, 8))]
@@ -95,14 +117,39 @@ def test_the_snippets_of_a_page_run(
     monkeypatch.chdir(tmp_path)
     # It compiles for half a minute; tests/export packages models, and runs them.
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", lambda program, **_: program)
+    for snippet, printed, shown in zip(
+        snippets(page), printed_by(page), outputs(page), strict=True
+    ):
+        assert shown is None or is_shown(shown, printed), printed
+        # A reader sees how a verdict or an error looks.
+        if re.search(r"print\(.*(report|measure|verdict)", snippet):
+            assert shown is not None, printed
+
+
+def printed_by(page: str) -> list[str]:
+    """Run the snippets of a page, and return the output of each."""
     names: dict[str, Any] = {}
+    printed = []
     with torch.random.fork_rng(), contextlib.redirect_stdout(None):
         torch.manual_seed(0)
         exec(BEFORE.get(page, ""), names)
         for number, snippet in enumerate(snippets(page)):
             if number in AFRESH.get(page, ()):
                 exec(BEFORE[page], names)
-            exec(compile(snippet, page, "exec"), names)
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
+                exec(compile(snippet, page, "exec"), names)
+            printed.append(output.getvalue())
+    return printed
+
+
+def test_an_output_that_is_stale_is_noticed() -> None:
+    printed = "Little was lost: 0.998 of\n  1,024. The rest.\nsite  error\na.norm  0.20\n"
+    assert is_shown("Little was lost: 0.99 of 1,000.\n...\na.norm 0.21\n", printed)
+    assert not is_shown("Little was lost: 0.80 of 1,024.\n", printed)
+    assert not is_shown("Much was lost: 0.998 of 1,024.\n", printed)
+    assert not is_shown("a.norm 0.20\n...\nLittle was lost\n", printed)
+    assert not is_shown("a.norm 0.20 more\n", printed)
 
 
 @pytest.mark.slow

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import struct
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -11,7 +15,7 @@ import torch
 from onnx import helper, numpy_helper
 from PIL import Image
 
-from tools import whisper
+from tools import demo_figures, whisper
 from tools.dinov2 import weights
 from tools.pictures import SHORTER_SIDE, smaller
 from tools.speech import sentences
@@ -118,4 +122,51 @@ def test_sentences_of_plain_words_are_spoken() -> None:
     assert sentences([text, text]) == [
         "Return a list of all names that the folder holds.",
         "The rest of them, if there are any, is left.",
+    ]
+
+
+def report_of(steps: int, cosine: float) -> dict[str, Any]:
+    """A report of ``make demo``, with a mean cosine for each stage and the end."""
+
+    def output(plus: float, samples: int) -> dict[str, float]:
+        return {"samples": samples, "cosine_mean": cosine + plus, "cosine_min": 0.5}
+
+    stages: dict[str, Any] = {
+        "calibrate": {"output": output(0.0, 64)},
+        "refine": {"output": output(0.01, 64)},
+    }
+    if steps:
+        stages["distill"] = {"output": output(0.02, 64), "steps": steps}
+    recipe = {"to": "dyisru", "refine": 50}
+    return {"output": output(0.03, 512), "meta": {"recipe": recipe, "stages": stages}}
+
+
+def test_the_figures_of_the_demo_are_shown_next_to_the_committed_ones() -> None:
+    lines = demo_figures.comparison(report_of(9, 0.9), report_of(9, 0.8)).splitlines()
+    rows = [line for line in lines if "mean cosine" in line]
+    assert [(row.split("  ")[0], row.split()[-2:]) for row in rows] == [
+        ("calibrated, 64 samples", ["0.9000", "0.8000"]),
+        ("and refined, 64 samples", ["0.9100", "0.8100"]),
+        ("and distilled, 64 samples", ["0.9200", "0.8200"]),
+        ("at the end, 512 samples", ["0.9300", "0.8300"]),
+    ]
+    assert "not comparable" not in "\n".join(lines)
+
+
+def test_a_demo_with_other_options_is_compared_only_up_to_them() -> None:
+    shown = demo_figures.comparison(report_of(0, 0.9), report_of(9, 0.8))
+    assert "and refined" in shown
+    assert "distilled" not in shown
+    assert "at the end" not in shown
+    assert "not comparable: steps is 0 instead of 9." in shown
+    other = report_of(9, 0.9)
+    other["meta"]["stages"]["calibrate"]["output"]["samples"] = 3
+    assert "other samples were held out" in demo_figures.comparison(other, report_of(9, 0.8))
+
+
+def test_the_demo_takes_the_steps_of_its_committed_report() -> None:
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text("utf-8")
+    committed = json.loads(demo_figures.COMMITTED["minilm"].read_text("utf-8"))
+    assert re.findall(r"^STEPS_minilm := (\d+)$", makefile, re.MULTILINE) == [
+        str(committed["meta"]["stages"]["distill"]["steps"])
     ]

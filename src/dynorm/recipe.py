@@ -132,6 +132,8 @@ class ModelFields(TypedDict, total=False):
     bf16: bool
     accumulate: int
     checkpoints: str | os.PathLike[str] | None
+    report_to: Globs
+    keep_on_interrupt: bool
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,8 @@ class Recipe(Plain):
         bf16: refine and distil in bfloat16.
         accumulate: batches per step of distillation.
         checkpoints: folder for checkpoints of the distillation.
+        report_to: where the distillation is logged, as in :func:`distill_`. None means nowhere.
+        keep_on_interrupt: Ctrl-C ends the distillation early and keeps it, as in :func:`distill_`.
         held_out: number of samples to measure on. This and the next three fields are only for the
             command; :func:`convert_model` takes batches.
         max_length: longest text in tokens, or the size of the blocks of a language model.
@@ -209,6 +213,8 @@ class Recipe(Plain):
     bf16: bool = False
     accumulate: int = 1
     checkpoints: str | os.PathLike[str] | None = None
+    report_to: Globs = None
+    keep_on_interrupt: bool = False
     held_out: int = 512
     max_length: int | None = None
     batch: int | None = None
@@ -217,7 +223,7 @@ class Recipe(Plain):
     def __post_init__(self) -> None:
         """Keep plain values, so that a recipe equals the one that is read from its file."""
         plain: dict[str, object] = {"to": _named(self.to)}
-        for name in ("only", "skip"):
+        for name in ("only", "skip", "report_to"):
             globs = getattr(self, name)
             if globs is not None:
                 plain[name] = tuple(as_globs(globs))
@@ -283,7 +289,7 @@ class Recipe(Plain):
                 self.base.changed(options).check()
         self._check_counts()
         self._check_numbers()
-        for name in ("bf16", "scale_channel"):
+        for name in ("bf16", "keep_on_interrupt", "scale_channel"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ArgumentError(f"{name} must be True or False, got {value!r}")
@@ -299,7 +305,7 @@ class Recipe(Plain):
         if self.steps or self.minutes:
             return
         unused = []
-        for name in ("lr", "accumulate", "checkpoints"):
+        for name in ("lr", "accumulate", "checkpoints", "report_to", "keep_on_interrupt"):
             if getattr(self, name) != getattr(Recipe, name):
                 unused.append(name)
         if unused:

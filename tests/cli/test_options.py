@@ -34,6 +34,8 @@ OPTIONS: list[tuple[list[str], dict[str, Any]]] = [
     (["--lr", "0.125"], {"lr": 0.125}),
     (["--bf16"], {"bf16": True}),
     (["--accumulate", "13"], {"accumulate": 13}),
+    (["--report-to", "wandb"], {"report_to": ["wandb"]}),
+    (["--keep-on-interrupt"], {"keep_on_interrupt": True}),
     (["--checkpoints", "kept"], {"checkpoints": Path("kept")}),
 ]
 

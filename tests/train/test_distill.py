@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +21,16 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
     TrainerCallback,
+    TrainerState,
     get_cosine_schedule_with_warmup,
 )
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import dynorm
 from dynorm.replace.converted import dynorm_layers
 from dynorm.train.callbacks import AnnealCallback
 from dynorm.train.distill import distill_, distillation_rate, output_loss
-from dynorm.train.trainer import rate_factor
+from dynorm.train.trainer import Announcer, in_words, rate_factor
 
 
 def images() -> list[tuple[Tensor]]:
@@ -711,3 +714,116 @@ def test_a_bar_shows_step_loss_and_time_left_and_ends_full(
     assert "distilling" in shown
     assert "25/25" in shown
     assert "loss " in shown
+
+
+def test_without_a_bar_lines_say_how_long_a_distillation_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A clock that is asked once per step, and goes on by 3 s: 397 steps of 400 are left at first.
+    clock = SimpleNamespace(perf_counter=itertools.count(0, 3).__next__)
+    monkeypatch.setattr("dynorm.train.trainer.time", clock)
+    said: list[str] = []
+    announcer = Announcer(said.append)
+    state = TrainerState(max_steps=400)
+    announcer.on_train_begin(None, state)
+    for step in range(1, 401):
+        state.global_step = step
+        announcer.on_step_end(None, state)
+    assert said == [
+        "step 20 of 400: about 19 minutes of distillation left",
+        "step 100 of 400: about 15 minutes of distillation left",
+        "step 200 of 400: about 10 minutes of distillation left",
+        "step 300 of 400: about 5 minutes of distillation left",
+    ]
+    # A run that resumes near its end is timed from there.
+    said.clear()
+    state.global_step = 392
+    announcer.on_train_begin(None, state)
+    for step in range(393, 401):
+        state.global_step = step
+        announcer.on_step_end(None, state)
+    assert said[:2] == [
+        "distillation resumes at step 392 of 400",
+        "step 394 of 400: about 18 s of distillation left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "1 s"), (99, "99 s"), (100, "2 minutes"), (5400, "90 minutes"), (12600, "3.5 hours")],
+)
+def test_a_time_in_words(seconds: float, words: str) -> None:
+    assert in_words(seconds) == words
+
+
+class PressCtrlC(TrainerCallback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.at:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_keeps_the_training_if_asked_to_and_a_resumed_run_says_where(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    net = classifier()
+    dynorm.calibrate_(net, images())
+    teacher = dynorm.restore_(copy.deepcopy(net))
+    before = copy.deepcopy(net)
+    handler = signal.getsignal(signal.SIGINT)
+    options: dict[str, Any] = {"steps": 40, "lr": 1e-3, "quiet": True, "teacher": teacher}
+    report = distill_(
+        net,
+        images(),
+        **options,
+        checkpoints=tmp_path,
+        keep_on_interrupt=True,
+        callbacks=[PressCtrlC(17)],
+    )
+    assert (report.steps, report.interrupted, report.kept) == (17, True, True)
+    assert report.loss_after < report.loss_before
+    assert apart(net, teacher) < apart(before, teacher)
+    assert signal.getsignal(signal.SIGINT) is handler
+    # Another run resumes there.
+    said: list[str] = []
+    again = distill_(
+        copy.deepcopy(before),
+        images(),
+        **options,
+        checkpoints=tmp_path,
+        callbacks=[Announcer(said.append, has_bar=True)],
+    )
+    assert (again.resumed, again.steps, again.interrupted) == (17, 40, False)
+    assert said == ["distillation resumes at step 17 of 40"]
+    assert [step for step, _ in again.losses] == list(range(1, 41))
+    # If it is not asked to, the weights from before are put back.
+    with pytest.raises(KeyboardInterrupt):
+        distill_(before, images(), **options, callbacks=[PressCtrlC(2)])
+    assert apart(before, teacher) > apart(net, teacher)
+
+
+def test_the_loss_is_reported_to_the_logger_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[float] = []
+
+    class Logger(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if "loss" in kwargs["logs"]:
+                logged.append(kwargs["logs"]["loss"])
+
+    # Neither tensorboard nor wandb is needed for this test.
+    names = "transformers.integrations.integration_utils"
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "tensorboard", Logger)
+    found = ["tensorboard"]
+    monkeypatch.setattr("dynorm.train.trainer.get_available_reporting_integrations", lambda: found)
+    monkeypatch.setattr(f"{names}.get_available_reporting_integrations", lambda: found)
+    net = classifier()
+    dynorm.calibrate_(net, images())
+    report = distill_(net, images(), steps=6, lr=1e-3, quiet=True, report_to="tensorboard")
+    assert logged == [loss for _, loss in report.losses]
+    assert len(logged) == 6
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"must be one of .*tensorboard"):
+        distill_(net, images(), steps=6, quiet=True, report_to="tensorbord")
+    with pytest.raises(dynorm.errors.ArgumentError, match="'wandb' is not: install it"):
+        distill_(net, images(), steps=6, quiet=True, report_to=["tensorboard", "wandb"])

@@ -11,6 +11,7 @@ import typer
 from dynorm.cli.application import AsJson, app, quiet_libraries, show, speaker
 from dynorm.files import require_writable
 from dynorm.jobs.convert import convert_pretrained
+from dynorm.jobs.dry_run import dry_run as plan_conversion
 from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.jobs.job import JobOptions
 from dynorm.ranks import joined
@@ -101,6 +102,14 @@ def convert(
         ),
     ] = False,
     overwrite: Overwrite = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only print which norms would be replaced, the recipe, and about how much time "
+            "and memory the conversion needs. Nothing is written.",
+        ),
+    ] = False,
     as_json: AsJson = False,
     recipe: Annotated[
         Path | None,
@@ -203,6 +212,21 @@ def convert(
             help="Folder for checkpoints of the distillation. A later run resumes from them."
         ),
     ] = None,
+    report_to: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where the distillation is logged, such as tensorboard or wandb. "
+            "Can be repeated. Default: nowhere."
+        ),
+    ] = None,
+    keep_on_interrupt: Annotated[
+        bool,
+        typer.Option(
+            "--keep-on-interrupt",
+            help="At Ctrl-C end the distillation early, keep what was trained if it is better, "
+            "measure and save.",
+        ),
+    ] = Recipe.keep_on_interrupt,
 ) -> None:
     """Replace the norms of a pretrained model with point-wise layers, fit them, measure, save.
 
@@ -226,6 +250,9 @@ def convert(
             device=device,
             dtype=dtype,
         )
+        if dry_run:
+            show(plan_conversion(model, chosen, say=say, **options), as_json)
+            return
         report = convert_pretrained(
             model,
             out,

@@ -42,7 +42,7 @@ def convert_pretrained(
     source = Path(source)
     out = Path(out)
     recipe.check()
-    _require_point_wise(recipe)
+    require_point_wise(recipe)
     require_library("matplotlib", "the report's pictures", "plots")
     names = ("model", "original") if keep_original else ("model",)
     files = ("report.json", "report.html", RECIPE)
@@ -94,7 +94,7 @@ def convert_pretrained(
     return report
 
 
-def _require_point_wise(recipe: Recipe) -> None:
+def require_point_wise(recipe: Recipe) -> None:
     """Refuse annealed layers, which are norms until they are trained."""
     layers = [recipe.base]
     for options in (recipe.sites or {}).values():

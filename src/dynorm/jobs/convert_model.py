@@ -130,6 +130,8 @@ def _converted_(
                 bf16=recipe.bf16,
                 accumulate=recipe.accumulate,
                 checkpoints=recipe.checkpoints,
+                report_to=recipe.report_to,
+                keep_on_interrupt=recipe.keep_on_interrupt,
             )
         return measure(model, tests, original=original, fit_on=fit, seed=recipe.seed, meta=meta)
     except BaseException:

@@ -291,6 +291,9 @@ class Job:
 
     def distill_(self, quiet: bool) -> None:
         """Train all weights to reproduce the original's outputs."""
+        # It imports transformers.
+        from dynorm.train.trainer import Announcer
+
         recipe = self.recipe
         if recipe.steps:
             self.say(f"distilling for {recipe.steps} steps")
@@ -302,6 +305,8 @@ class Job:
         batches = ShuffledBatches(
             self.inputs.batches, self.ranks.share(self.inputs.fit), recipe.batch, recipe.seed
         )
+        # Without a bar, lines show the time that is left.
+        callbacks = [Announcer(self.say, has_bar=not quiet)]
         with self.stage("distill"):
             distilled = distill_(
                 self.pretrained.model,
@@ -315,8 +320,15 @@ class Job:
                 bf16=recipe.bf16,
                 accumulate=recipe.accumulate,
                 checkpoints=recipe.checkpoints,
+                report_to=recipe.report_to,
+                keep_on_interrupt=recipe.keep_on_interrupt,
+                callbacks=callbacks,
             )
             self.details["distill"] = distilled.to_dict()
+        if distilled.interrupted:
+            self.say(f"stopped after {distilled.steps:,} steps; the rest of the job goes on")
+        elif distilled.resumed == distilled.steps:
+            self.say(f"the checkpoint has all {distilled.steps:,} steps already")
 
     def measure(self) -> ModelReport:
         """Return the report on the held-out samples."""

@@ -63,6 +63,9 @@ class DistillationReport(Plain):
             annealed model, because it is still a norm then.
         loss_after: the same after training.
         kept: whether the trained weights are kept; False if the weights from before were better.
+        losses: the loss curve: pairs of a step and the mean loss since the pair before.
+        resumed: the step of the checkpoint at which the training resumed; 0 if it began.
+        interrupted: whether Ctrl-C ended it early, with ``keep_on_interrupt``.
     """
 
     steps: int
@@ -73,6 +76,9 @@ class DistillationReport(Plain):
     loss_before: float | None = None
     loss_after: float | None = None
     kept: bool = True
+    losses: Sequence[tuple[int, float]] = ()
+    resumed: int = 0
+    interrupted: bool = False
 
 
 def distill_(
@@ -88,6 +94,8 @@ def distill_(
     bf16: bool = Recipe.bf16,
     accumulate: int = Recipe.accumulate,
     checkpoints: str | os.PathLike[str] | None = Recipe.checkpoints,
+    report_to: str | Iterable[str] | None = Recipe.report_to,
+    keep_on_interrupt: bool = Recipe.keep_on_interrupt,
     quiet: bool = False,
     callbacks: Sequence[Any] = (),
 ) -> DistillationReport:
@@ -130,6 +138,11 @@ def distill_(
         checkpoints: a folder for the Trainer's checkpoints: ten per run, of which the last is kept.
             If it holds a checkpoint of this model, teacher and rate, training continues from there;
             the number of steps may be larger. None saves no checkpoints.
+        report_to: where the Trainer logs loss and rate, such as "tensorboard", "wandb", or a list of
+            such names; it is passed to ``TrainingArguments``. None means nowhere.
+        keep_on_interrupt: at Ctrl-C finish the step, save a checkpoint if there is a folder for them,
+            and return with the weights trained so far, if they are better than before. A second
+            Ctrl-C stops as usual. If False, Ctrl-C puts the weights from before back.
         quiet: hide the progress bar.
         callbacks: more callbacks for the Trainer, such as an :class:`AnnealCallback` for an
             annealed model.
@@ -182,12 +195,15 @@ def distill_(
     require_library("accelerate", "the Trainer of transformers", "transformers")
     from dynorm.train.trainer import (
         DistillationTrainer,
+        Interrupt,
         check_callbacks,
+        check_report_to,
         progress_bar,
         training_arguments,
     )
 
     check_callbacks(callbacks)
+    check_report_to(report_to)
     started = time.perf_counter()
     ranks = Ranks()
     # In inference mode nothing has a gradient.
@@ -227,14 +243,24 @@ def distill_(
         progress_bar(quiet or ranks.rank > 0) as progress,
     ):
         arguments = training_arguments(
-            job, folder or scratch, steps, seed, accumulate, save=folder is not None
+            job,
+            folder or scratch,
+            steps,
+            seed,
+            accumulate,
+            save=folder is not None,
+            report_to=report_to,
         )
         clock = None if minutes is None else _clock(started + 60 * minutes)
+        stop = Interrupt(ranks)
+        if keep_on_interrupt:
+            callbacks = [*callbacks, stop]
         trainer = DistillationTrainer(
             job, cycled(batches, steps * accumulate), arguments, lr, callbacks, progress, clock
         )
         try:
-            trainer.run(folder)
+            with stop.listening(keep_on_interrupt):
+                resumed = trainer.run(folder)
         except BaseException:
             model.load_state_dict(weights)
             raise
@@ -242,7 +268,10 @@ def distill_(
             model.eval()
             model.zero_grad(set_to_none=True)
     steps_taken = int(trainer.state.global_step)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = []
+    for entry in trainer.state.log_history:
+        if "loss" in entry:
+            losses.append((int(entry["step"]), float(entry["loss"])))
     loss_after = None
     kept = True
     if loss_before is not None:
@@ -259,9 +288,18 @@ def distill_(
         )
     seconds = time.perf_counter() - started
     samples = sum(ranks.exchange(trainer.samples))
-    last_loss = losses[-1] if losses else None
     return DistillationReport(
-        steps_taken, lr, seconds, samples, last_loss, loss_before, loss_after, kept
+        steps=steps_taken,
+        lr=lr,
+        seconds=seconds,
+        samples=samples,
+        last_loss=losses[-1][1] if losses else None,
+        loss_before=loss_before,
+        loss_after=loss_after,
+        kept=kept,
+        losses=losses,
+        resumed=resumed,
+        interrupted=stop.pressed,
     )
 
 

@@ -1,11 +1,14 @@
 """The Trainer that distills a model. It imports transformers, so import it only when needed."""
 
 import math
+import signal
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
@@ -26,14 +29,21 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 
 from dynorm.batches import Batch
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.layers import param_groups
-from dynorm.ranks import BATCH
+from dynorm.ranks import BATCH, Ranks
+from dynorm.site import as_globs
 from dynorm.train.objective import Distillation, largest_tensor
 
 _WARM_UP = 10
+# After this many steps the time that is left is said for the first time.
+_TIMED = 20
 
 
 class Course(TrainerCallback):  # type: ignore[misc]
@@ -78,6 +88,95 @@ class Course(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Fill the bar: if the time was over first, the run has no further steps."""
         self._progress.update(self._task, total=state.global_step)
+
+
+class Interrupt(TrainerCallback):  # type: ignore[misc]
+    """End a training after the present step when Ctrl-C is pressed, on all ranks together."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.pressed = False
+        self._ranks = ranks
+
+    @contextmanager
+    def listening(self, wanted: bool) -> Iterator[None]:
+        """Take the first Ctrl-C; the next one stops the program as usual."""
+        # Python delivers Ctrl-C to the main thread, and only that may set a handler.
+        if not wanted or current_thread() is not main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+
+        def press(number: int, frame: object) -> None:
+            self.pressed = True
+            signal.signal(signal.SIGINT, before)
+
+        signal.signal(signal.SIGINT, press)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Stop, with a checkpoint if the run has any."""
+        self.pressed = any(self._ranks.exchange(self.pressed))
+        if self.pressed:
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
+
+
+class Announcer(TrainerCallback):  # type: ignore[misc]
+    """Say at which step a distillation resumes, and how long it will take.
+
+    ``say`` is called with a line after the first steps, and again after each quarter, unless a bar
+    shows the time.
+    """
+
+    def __init__(self, say: Callable[[str], None], has_bar: bool = False) -> None:
+        self._say = say
+        self._has_bar = has_bar
+        self._first = 0
+        self._begun = 0.0
+        self._due: list[int] = []
+
+    def on_train_begin(
+        self, args: object, state: TrainerState, *_: object, **kwargs: object
+    ) -> None:
+        """Plan the lines; a resumed run has taken steps already."""
+        done = state.global_step
+        left = state.max_steps - done
+        if done:
+            self._say(f"distillation resumes at step {done:,} of {state.max_steps:,}")
+        # The first step is not timed: it allocates memory.
+        self._first = done + 1
+        steps = {min(_TIMED, left // 4), left // 4, left // 2, 3 * left // 4}
+        self._due = [done + count for count in sorted(steps) if count > 1]
+
+    def on_step_end(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
+        """Say how much time is left, at the steps that are due."""
+        step = state.global_step
+        now = time.perf_counter()
+        if step == self._first:
+            self._begun = now
+        if self._has_bar or step not in self._due:
+            return
+        seconds = (now - self._begun) / (step - self._first)
+        left = in_words(seconds * (state.max_steps - step))
+        self._say(f"step {step:,} of {state.max_steps:,}: about {left} of distillation left")
+
+
+def in_words(seconds: float) -> str:
+    """Return a time as a reader says it, such as "40 s", "12 minutes" or "3.5 hours"."""
+    if seconds < 99.5:
+        return f"{max(seconds, 1):.0f} s"
+    if seconds < 99.5 * 60:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.1f} hours"
 
 
 class BatchStream(IterableDataset[dict[str, Batch]]):
@@ -125,19 +224,21 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         # Without its bar the Trainer prints its log instead, in the middle of ours.
         self.remove_callback(PrinterCallback)
 
-    def run(self, checkpoints: str | Path | None) -> None:
-        """Train, from the newest checkpoint in the folder if there is one."""
+    def run(self, checkpoints: str | Path | None) -> int:
+        """Train, from the newest checkpoint in the folder if there is one; return its step or 0."""
         newest = None if checkpoints is None else newest_checkpoint(Path(checkpoints))
         if newest is None:
             self.train()
-            return
+            return 0
         folder, state = newest
+        resumed = int(state.global_step)
         if state.global_step < self.args.max_steps:
             self.train(resume_from_checkpoint=folder)
         else:
             # The Trainer would take one more step.
             self._load_from_checkpoint(folder)
             self.state = state
+        return resumed
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the batches, not prepared by accelerate, which would split each over the ranks."""
@@ -248,17 +349,19 @@ def training_arguments(
     accumulate: int,
     *,
     save: bool,
+    report_to: str | Iterable[str] | None = None,
 ) -> TrainingArguments:
     """Return the arguments of the Trainer; ModelError if the environment names other processes."""
+    names = as_globs(report_to)
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=int(steps),
         gradient_accumulation_steps=int(accumulate),
-        logging_steps=max(1, steps // 20),
+        logging_steps=max(1, steps // 50),
         save_strategy="steps" if save else "no",
         save_steps=max(1, steps // 10),
         save_total_limit=1,
-        report_to="none",
+        report_to=list(names) or "none",
         disable_tqdm=True,
         # The buffers are alike on all ranks, because nothing is in training mode.
         ddp_broadcast_buffers=False,
@@ -274,6 +377,22 @@ def training_arguments(
             "torch.distributed.init_process_group first"
         )
     return arguments
+
+
+def check_report_to(report_to: str | Iterable[str] | None) -> None:
+    """Refuse a logger that transformers does not know, or whose library is not installed."""
+    names = as_globs(report_to)
+    known = sorted(INTEGRATION_TO_CALLBACK)
+    special = ("none", "all")
+    for name in names:
+        if name not in known and name not in special:
+            raise ArgumentError(f"report_to must be one of {', '.join(known)}, got {name!r}")
+    available = get_available_reporting_integrations()
+    for name in names:
+        if name not in available and name not in special:
+            raise ArgumentError(
+                f"report_to must name a library that is installed, but {name!r} is not: install it"
+            )
 
 
 def newest_checkpoint(folder: Path) -> tuple[str, TrainerState] | None:

@@ -1,0 +1,190 @@
+"""``dynorm convert --dry-run``: what a conversion would change, and its expected time and memory."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+
+from dynorm.batches import arguments
+from dynorm.errors import CalibrationWarning
+from dynorm.find import find_norms
+from dynorm.fit import calibrate_, refine_
+from dynorm.jobs.convert import require_point_wise
+from dynorm.jobs.job import CALIBRATION_BLOCKS, Job, JobOptions, Say, load_job
+from dynorm.recipe import Recipe
+from dynorm.replace import ConversionReport, convert_
+from dynorm.report import measure
+from dynorm.table import Column, Plain, Table
+from dynorm.train.distill import distill_, distillation_rate
+
+# Steps and batches that are run to measure the time of each.
+_TRIED = 2
+
+
+@dataclass(frozen=True)
+class DryRun(Plain):
+    """The findings of ``dynorm convert --dry-run``.
+
+    Args:
+        model: the name of the model.
+        conversion: the norms that would be replaced, with their layers, and those that would stay.
+        recipe: the options, with the defaults for the model filled in.
+        seconds: the expected time of each stage, extrapolated from a few batches.
+        memory: peak memory of this process in bytes, in the dry run, which runs each stage on a few
+            batches; on a GPU that of torch on the GPU.
+        steps: steps of distillation; with ``minutes`` the number that is expected to fit.
+    """
+
+    model: str
+    conversion: ConversionReport
+    recipe: dict[str, Any]
+    seconds: dict[str, float]
+    memory: int
+    steps: int
+
+    def __str__(self) -> str:
+        """Return the tables of sites, recipe and time."""
+        options = [(name, str(value)) for name, value in self.recipe.items() if value is not None]
+        times = [(name, seconds) for name, seconds in self.seconds.items()]
+        times.append(("in all", sum(self.seconds.values())))
+        notes = [
+            "Times are extrapolated from a few batches. The writing of the files, and the texts that "
+            "a language or speech model generates for the report, are not included.",
+            f"Peak memory: about {self.memory / 2**30:.1f} GiB.",
+        ]
+        if self.steps:
+            notes.append(f"Distillation: about {self.steps:,} steps.")
+        parts = [
+            f"{self.model}, a dry run: nothing was written.",
+            self.conversion,
+            Table(("option", "value"), options, title="recipe"),
+            Table(("stage", Column("about, in seconds", ",.0f")), times, notes),
+        ]
+        return "\n\n".join(map(str, parts))
+
+
+def dry_run(
+    source: str | Path,
+    recipe: Recipe | None = None,
+    *,
+    say: Say = lambda line: None,
+    **options: Unpack[JobOptions],
+) -> DryRun:
+    """Return what a conversion would change, with its expected time and memory; write nothing.
+
+    The model is loaded, and every stage is run on a few batches.
+    """
+    recipe = recipe or Recipe()
+    recipe.check()
+    require_point_wise(recipe)
+    job = load_job(Path(source), recipe, say, lambda batches, _: batches, **options)
+    model = job.pretrained.model
+    recipe = job.recipe
+    if job.original is None:
+        job.original = copy.deepcopy(model)
+    size = CALIBRATION_BLOCKS if job.pretrained.language_model or job.listener else None
+    batches = job.batches(job.calibration, recipe.seed, size)
+    _, example = arguments(model, batches[len(batches) // 2])
+    sites = find_norms(model, **example)
+    witnesses = None if job.has_default_witnesses else recipe.witnesses
+    converted = convert_(
+        model,
+        sites,
+        recipe.target,
+        only=recipe.only,
+        skip=recipe.skip,
+        per_channel=recipe.per_channel,
+        center=recipe.center,
+        witnesses=witnesses,
+    )
+    say("trying each stage on a few batches")
+    with warnings.catch_warnings():
+        # A few steps are too few to help, which does not matter here.
+        warnings.simplefilter("ignore", CalibrationWarning)
+        seconds, steps = _expected(job, batches)
+    return DryRun(
+        job.name,
+        converted,
+        recipe.to_dict(),
+        {name: round(value, 2) for name, value in seconds.items()},
+        _peak_memory(model),
+        steps,
+    )
+
+
+def _expected(job: Job, batches: Any) -> tuple[dict[str, float], int]:
+    """Return the expected seconds of each stage, and the steps of distillation."""
+    model = job.pretrained.model
+    recipe = job.recipe
+    few = list(batches[:_TRIED])
+    seconds = {}
+    tried = _timed(lambda: calibrate_(model, few, lean=recipe.lean, tolerance=recipe.tolerance))
+    seconds["calibrate"] = tried * len(batches) / len(few)
+    larger = list(job.batches(job.inputs.fit, recipe.seed)[:_TRIED])
+    if recipe.refine:
+        tried = _timed(
+            lambda: refine_(model, larger, steps=len(larger), lr=recipe.refine_lr, bf16=recipe.bf16)
+        )
+        seconds["refine"] = tried * recipe.refine / len(larger)
+    steps = 0
+    if recipe.steps or recipe.minutes:
+        step = _seconds_per_step(job, larger)
+        if recipe.steps:
+            steps = recipe.steps
+        else:
+            steps = max(1, int(recipe.minutes * 60 / step))
+        seconds["distill"] = recipe.minutes * 60 if recipe.minutes else steps * step
+    tests = job.batches(job.inputs.held_out)
+    first = [tests[0]]
+    tried = _timed(lambda: measure(model, first, original=job.original))
+    seconds["measure"] = tried * len(tests)
+    return seconds, steps
+
+
+def _seconds_per_step(job: Job, batches: list[Any]) -> float:
+    """Return the seconds of a step of distillation: those of a longer run less those of a short one."""
+    recipe = job.recipe
+    model = job.pretrained.model
+    lr = recipe.lr or distillation_rate(model)
+    times = []
+    for steps in (1, 1 + _TRIED):
+        taken = _timed(
+            lambda steps=steps: distill_(  # type: ignore[misc]
+                model,
+                batches,
+                teacher=job.original,
+                steps=steps,
+                lr=lr,
+                bf16=recipe.bf16,
+                accumulate=recipe.accumulate,
+                quiet=True,
+            )
+        )
+        times.append(taken)
+    short, longer = times
+    return max(longer - short, 1e-3) / _TRIED
+
+
+def _timed(run: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    run()
+    return time.perf_counter() - begun
+
+
+def _peak_memory(model: Any) -> int:
+    """Return the peak memory so far: of torch on the model's GPU, or of this process."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # In bytes on macOS, else in KiB.
+    return peak if sys.platform == "darwin" else peak * 1024

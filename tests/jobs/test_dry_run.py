@@ -1,0 +1,60 @@
+"""A dry run says what a conversion would do, about how long it takes, and writes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dynorm.jobs.dry_run import dry_run
+from dynorm.recipe import Recipe
+
+QUICK = Recipe(refine=4, held_out=16, max_length=16)
+
+
+def test_times_grow_with_the_steps(encoder: Path, texts: Path) -> None:
+    plan = dry_run(encoder, QUICK.changed(steps=1000), texts=[texts])
+    assert [site.kind for site in plan.conversion.converted] == ["layernorm"] * 5
+    assert list(plan.seconds) == ["calibrate", "refine", "distill", "measure"]
+    assert min(plan.seconds.values()) >= 0
+    assert plan.steps == 1000
+    assert plan.recipe["witnesses"] == 4
+    # torch alone takes more than 100 MB.
+    assert plan.memory > 1e8
+    shown = str(plan)
+    assert "nothing was written" in shown
+    assert "embeddings.LayerNorm" in shown
+    assert "about 1,000 steps" in shown
+    assert "Peak memory: about" in shown
+
+
+def test_minutes_are_the_time_of_the_distillation(encoder: Path, texts: Path) -> None:
+    plan = dry_run(encoder, QUICK.changed(minutes=2.0, refine=0), texts=[texts])
+    assert plan.seconds["distill"] == 120
+    assert "refine" not in plan.seconds
+    assert plan.steps > 1
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_writes_nothing(
+    encoder: Path,
+    texts: Path,
+    tmp_path: Path,
+    status: Callable[..., int | str | None],
+    capsys: pytest.CaptureFixture[str],
+    as_json: bool,
+) -> None:
+    words = ["--texts", texts, "--held-out", 16, "--max-length", 16, "--refine", 2, "--dry-run"]
+    if as_json:
+        words.append("--json")
+    assert status("convert", encoder, tmp_path / "out", *words) == 0
+    printed = capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    if as_json:
+        plan = json.loads(printed)
+        assert len(plan["conversion"]["converted"]) == 5
+        assert set(plan["seconds"]) == {"calibrate", "refine", "measure"}
+    else:
+        assert "5 norms replaced by dyisru" in printed
