@@ -64,9 +64,7 @@ def test_a_copy_requires_a_gradient_if_the_tensor_does() -> None:
 
 
 def test_what_a_model_raises_is_an_error_of_the_data() -> None:
-    with pytest.raises(
-        DataError, match=r"must run on each batch, but TypeError: .*unexpected keyword"
-    ):
+    with pytest.raises(DataError, match=r"batch.*TypeError"):
         call(nn.Linear(2, 2), {"x": torch.ones(2)})
 
 
@@ -83,9 +81,9 @@ def test_batches_are_read_once_and_one_at_a_time() -> None:
 
 
 def test_the_name_of_what_is_wrong_is_said() -> None:
-    with pytest.raises(DataError, match="texts must hold at least one batch"):
+    with pytest.raises(DataError, match=r"texts.*least"):
         list(iterate([], "texts"))
-    with pytest.raises(DataError, match="each of texts must be a tensor"):
+    with pytest.raises(DataError, match=r"texts.*tensor"):
         list(iterate([1], "texts"))
 
 

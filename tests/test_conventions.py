@@ -104,11 +104,9 @@ def test_as_stock_says_what_is_left_and_what_to_do() -> None:
     config = SimpleNamespace(layer_norm_eps=1e-5)
     model, plain = converted(), build()
     model.config = plain.config = config
-    with pytest.raises(
-        dynorm.DynormError, match=r"but it still has 1 layer of dynorm \(norm\): the"
-    ):
+    with pytest.raises(dynorm.DynormError, match=r"still.*dynorm"):
         as_stock(model, inputs())
-    with pytest.raises(dynorm.DynormError, match=r"but none is: call dynorm.convert_\(.*'linear'"):
+    with pytest.raises(dynorm.DynormError, match=r"none.*linear"):
         as_stock(plain, inputs())
 
 

@@ -186,7 +186,7 @@ def test_a_recipe_equals_that_of_its_file(recipe: Recipe, tmp_path: Path) -> Non
 
 def test_a_file_may_have_some_fields() -> None:
     assert Recipe().changed(witnesses=2).witnesses == 2
-    with pytest.raises(ArgumentError, match="got 'witneses': do you mean 'witnesses'"):
+    with pytest.raises(ArgumentError, match=r"witneses.*witnesses"):
         Recipe().changed(witneses=2)
     with pytest.raises(ArgumentError, match="got 'zzzz': there are to, only"):
         Recipe().changed(zzzz=2)
@@ -195,9 +195,9 @@ def test_a_file_may_have_some_fields() -> None:
 @pytest.mark.parametrize("text", ["{", "[1]", "4", "\xff"])
 def test_a_file_that_is_not_a_recipe(text: str, tmp_path: Path) -> None:
     (tmp_path / "recipe.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(StorageError, match="the recipe must be a JSON"):
+    with pytest.raises(StorageError, match=r"recipe.*JSON"):
         Recipe.load(tmp_path / "recipe.json")
-    with pytest.raises(StorageError, match="the recipe must be a JSON"):
+    with pytest.raises(StorageError, match=r"recipe.*JSON"):
         Recipe.load(tmp_path / "missing.json")
 
 
@@ -268,9 +268,9 @@ def test_convert_model_refuses_what_is_not_a_recipe() -> None:
     model = plain()
     with pytest.raises(ArgumentError, match=r"recipe must be a dynorm\.Recipe"):
         dynorm.convert_model(model, rows(), recipe={"to": "dyt"})  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="do you mean 'witnesses'"):
+    with pytest.raises(ArgumentError, match=r"you.*witnesses"):
         dynorm.convert_model(model, rows(), witness=2)  # type: ignore[call-arg]
-    with pytest.raises(ArgumentError, match="lr must come with steps"):
+    with pytest.raises(ArgumentError, match=r"lr.*steps"):
         dynorm.convert_model(model, rows(), lr=1e-3)
     assert isinstance(model.get_submodule("1"), nn.LayerNorm)
 

@@ -280,13 +280,13 @@ def test_fewer_than_two_channels_are_refused(name: str, shape: tuple[int, ...]) 
 @pytest.mark.parametrize("name", WITH_EPS)
 @pytest.mark.parametrize("eps", [-1e-5, math.nan, math.inf])
 def test_bad_eps_is_refused(name: str, eps: float) -> None:
-    with pytest.raises(ArgumentError, match="eps must be finite and not negative"):
+    with pytest.raises(ArgumentError, match=r"eps.*negative"):
         PER_CHANNEL[name](torch.ones(3), eps=eps)
 
 
 @pytest.mark.parametrize("name", PER_CHANNEL)
 def test_bad_input_is_refused(name: str) -> None:
-    with pytest.raises(ArgumentError, match="x must be a real floating point tensor"):
+    with pytest.raises(ArgumentError, match=r"real.*floating"):
         PER_CHANNEL[name](torch.ones(3, dtype=torch.int64))
     with pytest.raises(ArgumentError, match="dim must name"):
         PER_CHANNEL[name](torch.ones(3), dim=1)

@@ -110,7 +110,7 @@ def test_joined_projections_are_parted_and_keys_have_no_bias() -> None:
     assert torch.equal(found[f"{block}.self_attn.k_proj.weight"], joined[2:4])
     assert found[f"{block}.self_attn.v_proj.bias"].tolist() == [3, 4]
     tensors["encoder/layer_0/self_attention/linear_0/bias"][2] = 1
-    with pytest.raises(SystemExit, match="keys must have no bias"):
+    with pytest.raises(SystemExit, match=r"keys.*bias"):
         whisper.weights(ctranslate2(tensors))
     with pytest.raises(SystemExit, match="of version 6, but is 5"):
         whisper.weights(struct.pack("<I", 5))

@@ -95,7 +95,7 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
         (torch.ones(1), torch.ones(1)),
         (None, torch.ones(2)),
     ):
-        with pytest.raises(ArgumentError, match="a parameter must be contiguous"):
+        with pytest.raises(ArgumentError, match=r"parameter.*contiguous"):
             gemm_add_forward(
                 Form(DYT, False, 1.0, 6, 1), a, b, residual, gemm_bias, Parameters(constant)
             )

@@ -98,7 +98,7 @@ def test_one_wrong_tensor_is_found(change: Callable[..., dict[str, Tensor]], key
         )
         original = mine.results
         assert check(case, [mine]) == 5
-        with pytest.raises(WrongResultError, match=r"DyT eager must give .*nothing was timed"):
+        with pytest.raises(WrongResultError, match=r"DyT.*nothing"):
             check(case, [replace(mine, results=lambda: change(original(), key))])
 
 
@@ -110,7 +110,7 @@ def test_an_output_that_is_not_written_is_found() -> None:
         from benchmarks.speed import contenders as module
 
         lazy = replace(given, results=partial(module._given, case, lambda: case.out))
-        with pytest.raises(WrongResultError, match="copy, output given must give the output"):
+        with pytest.raises(WrongResultError, match=r"copy.*output"):
             check(case, [lazy])
 
 

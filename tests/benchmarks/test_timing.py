@@ -51,12 +51,12 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 @pytest.mark.parametrize("values", [[], [1.0, float("nan")], [float("inf")]])
 def test_what_is_no_time_is_refused(values: list[float]) -> None:
-    with pytest.raises(ArgumentError, match="finite values, at least one"):
+    with pytest.raises(ArgumentError, match=r"finite.*values"):
         spread(values)
 
 
 def test_ratios_need_the_same_rounds() -> None:
-    with pytest.raises(ArgumentError, match="same rounds, got 2 and 1"):
+    with pytest.raises(ArgumentError, match=r"same.*rounds"):
         ratio([1.0, 2.0], [1.0])
 
 

@@ -161,7 +161,7 @@ def test_symbolic_trace_records_a_call_of_the_layer() -> None:
 
 
 def test_symbolic_trace_of_the_layer_itself_is_refused() -> None:
-    with pytest.raises(dynorm.errors.ArgumentError, match=r"the layer itself: trace its model"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"layer.*itself"):
         torch.fx.symbolic_trace(dynorm.DyISRU(4))
-    with pytest.raises(dynorm.errors.ArgumentError, match="x must be a tensor, got str"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"tensor.*str"):
         dynorm.DyISRU(4)("x")

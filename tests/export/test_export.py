@@ -169,7 +169,5 @@ def test_an_exported_model_is_refused_clearly(state: str) -> None:
         lambda it: dynorm.calibrate_(it, [example]),
     ]
     for call in surgery:
-        with pytest.raises(
-            dynorm.errors.ModelError, match="exported: pass the module that was exported"
-        ):
+        with pytest.raises(dynorm.errors.ModelError, match=r"exported.*module"):
             call(given[state]())

@@ -121,7 +121,7 @@ def test_scales_cover_the_range(symmetric: bool) -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(1.0, 0.0), (0.0, math.inf), (math.nan, 1.0)])
 def test_a_range_that_is_none_is_refused(low: float, high: float) -> None:
-    with pytest.raises(dynorm.errors.ArgumentError, match="low must not exceed high"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"low.*exceed"):
         static_scale(torch.tensor(low), torch.tensor(high))
 
 
@@ -216,7 +216,7 @@ def test_unclear_readers_are_refused_and_left_alone(model: nn.Module, reason: st
     (reader,) = find_readers(model.eval(), torch.randn(2, C))
     assert reader.refused == reason
     assert not reader.alone
-    with pytest.raises(dynorm.errors.ModelError, match="there must be a linear layer to quantize"):
+    with pytest.raises(dynorm.errors.ModelError, match=r"linear.*quantize"):
         quantize_(model, [reader])
 
 
@@ -344,9 +344,7 @@ def test_readers_of_several_ranges_are_not_folded_into_their_layer() -> None:
 
 
 def test_inputs_of_nothing_are_refused() -> None:
-    with pytest.raises(
-        dynorm.errors.ModelError, match="inputs_of must name modules of the model, but"
-    ):
+    with pytest.raises(dynorm.errors.ModelError, match=r"inputs_of.*modules"):
         observed_ranges(net(), [torch.randn(2, C)], inputs_of=["nowhere"])
 
 
@@ -480,7 +478,7 @@ def test_ranges_of_nothing_are_refused() -> None:
     x = torch.randn(2, 5, C)
     with pytest.raises(dynorm.errors.ModelError, match="point-wise layers"):
         observed_ranges(nn.Linear(C, C), [x])
-    with pytest.raises(dynorm.errors.DataError, match="at least one batch"):
+    with pytest.raises(dynorm.errors.DataError, match=r"least.*batch"):
         observed_ranges(net(), [])
     with pytest.raises(dynorm.errors.DataError, match="must be finite"):
         observed_ranges(net(), [x * math.nan])
@@ -536,9 +534,7 @@ def test_quantizing_twice_is_refused() -> None:
     model, x = net(), torch.randn(2, C)
     readers = find_readers(model, x)
     quantize_(model, readers)
-    with pytest.raises(
-        dynorm.errors.ModelError, match="must hold a plain weight, got Int8Tensor: quantize once"
-    ):
+    with pytest.raises(dynorm.errors.ModelError, match=r"hold.*Int8Tensor"):
         quantize_(model, readers)
 
 

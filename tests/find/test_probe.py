@@ -700,7 +700,7 @@ def test_a_norm_whose_instance_got_another_forward_is_refused() -> None:
     site = only(model, x)
     assert site.path == "1"
     assert "undo the patch, or convert first" in str(site.refused)
-    with pytest.raises(ModelError, match="undo the patch, or convert first"):
+    with pytest.raises(ModelError, match=r"undo.*convert"):
         dynorm.convert_(model, [site])
     # Undone.
     del model[1].forward
@@ -1086,9 +1086,7 @@ def test_the_dtype_that_a_norm_returns_is_kept() -> None:
     again = type(model[1])(**model[1].config())
     # Never narrower than float32, and as wide as the weight and the input.
     assert str(again.output_dtype) == site.output_rule == "weight+float32"
-    with pytest.raises(
-        ArgumentError, match=r"output_dtype must be a real floating point dtype, .* got int8"
-    ):
+    with pytest.raises(ArgumentError, match=r"output_dtype.*int8"):
         dynorm.DyISRU(C, output_dtype="int8")
 
 
@@ -1170,11 +1168,9 @@ def test_gradients_and_parameters_are_left_alone() -> None:
 def test_models_that_must_be_unwrapped_first() -> None:
     plain = nn.Sequential(nn.LayerNorm(C))
     x = torch.randn(2, C)
-    with pytest.raises(ModelError, match=r"compiled: pass model\._orig_mod"):
+    with pytest.raises(ModelError, match=r"compiled.*model\._orig_mod"):
         find_norms(torch.compile(plain, backend="eager"), x)
-    with pytest.raises(
-        ModelError, match="the part '0' of the model must be a plain module, but is compiled"
-    ):
+    with pytest.raises(ModelError, match=r"part.*compiled"):
         find_norms(nn.Sequential(torch.compile(nn.LayerNorm(C), backend="eager")), x)
     with pytest.raises(ModelError, match=r"pass model\.module"):
         find_norms(nn.DataParallel(plain), x)
@@ -1196,30 +1192,28 @@ def test_distributed_models(tmp_path: Any) -> None:
     )
     try:
         wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(nn.LayerNorm(C)))
-        with pytest.raises(ModelError, match=r"wrapped in DDP: pass model\.module"):
+        with pytest.raises(ModelError, match=r"wrapped.*model\.module"):
             find_norms(wrapped, torch.randn(2, C))
         sharded = torch.distributed.fsdp.fully_shard(nn.Sequential(nn.LayerNorm(C)))
-        with pytest.raises(ModelError, match="sharded: call fully_shard afterwards"):
+        with pytest.raises(ModelError, match=r"sharded.*fully_shard"):
             find_norms(sharded, torch.randn(2, C))
     finally:
         torch.distributed.destroy_process_group()
 
 
 def test_tensors_without_values() -> None:
-    with pytest.raises(
-        ModelError, match=r"'0\.weight' is on the meta device: call model\.to_empty"
-    ):
+    with pytest.raises(ModelError, match=r"0\.weight.*model\.to_empty"):
         find_norms(nn.Sequential(nn.LayerNorm(C, device="meta")), torch.randn(2, C))
-    with pytest.raises(ModelError, match="'weight' is lazy: run the model once"):
+    with pytest.raises(ModelError, match=r"weight.*model"):
         find_norms(nn.LazyLinear(C), torch.randn(2, C))
 
 
 def test_examples_that_do_not_fit() -> None:
-    with pytest.raises(DataError, match="the model could not be run on the example"):
+    with pytest.raises(DataError, match=r"model.*example"):
         find_norms(nn.Linear(C, C), torch.randn(2, C + 1))
     with pytest.raises(DataError, match="TypeError"):
         find_norms(nn.Linear(C, C))
-    with pytest.raises(ArgumentError, match=r"must be a torch\.nn\.Module, not str"):
+    with pytest.raises(ArgumentError, match=r"torch\.nn\.Module.*str"):
         find_norms("model")  # type: ignore[arg-type]
 
 
@@ -1228,7 +1222,7 @@ def test_affine_of_another_module() -> None:
     with pytest.raises(ModelError, match="must hold 'weight'"):
         affine_of(nn.Identity(), only(model, torch.randn(2, C)))
     norm = Norm(lambda self, x: 2 * F.normalize(x, dim=-1))
-    with pytest.raises(ModelError, match="must be the norm found there"):
+    with pytest.raises(ModelError, match=r"norm.*found"):
         affine_of(nn.Identity(), only_of(norm, torch.randn(2, C)))
 
 
@@ -1263,9 +1257,7 @@ def test_select_sites(choice: dict[str, Any], paths: list[str]) -> None:
 
 @pytest.mark.parametrize("choice", [{"only": "layer.*"}, {"skip": "layer.*"}])
 def test_a_glob_that_matches_nothing(choice: dict[str, str]) -> None:
-    with pytest.raises(
-        ArgumentError, match=r"'layer\.\*' must match the path of a norm.*layers\.0\.norm"
-    ):
+    with pytest.raises(ArgumentError, match=r"match.*layers\.0\.norm"):
         select_sites(SITES, **choice)
 
 

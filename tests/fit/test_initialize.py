@@ -90,7 +90,7 @@ def test_errors_leave_the_constants_as_they_were() -> None:
         dynorm.init_from_batch_(model, "text")
     with pytest.raises(dynorm.errors.DataError, match="not all the same"):
         dynorm.init_from_batch_(nn.Sequential(DyISRU(8)), torch.zeros(4, 8))
-    with pytest.raises(dynorm.errors.ModelError, match="must have point-wise layers"):
+    with pytest.raises(dynorm.errors.ModelError, match=r"point-wise.*layers"):
         dynorm.init_from_batch_(nn.Linear(8, 8), torch.randn(4, 8))
 
 

@@ -299,7 +299,7 @@ def test_default_constants_are_told_once_and_fitted_ones_never(to: str, tmp_path
         )
     ):
         with pytest.warns(
-            dynorm.errors.CalibrationWarning, match="2 point-wise layers have default constants"
+            dynorm.errors.CalibrationWarning, match=r"point-wise.*constants"
         ) as caught:
             act()
         assert len(caught) == 1, k
@@ -312,9 +312,9 @@ def test_default_constants_are_told_once_and_fitted_ones_never(to: str, tmp_path
 
 def test_models_that_cannot_be_refined() -> None:
     x = [torch.randn(2, C)]
-    with pytest.raises(ModelError, match=r"has none: call dynorm\.convert_"):
+    with pytest.raises(ModelError, match=r"none.*dynorm\.convert_"):
         dynorm.refine_(nn.Sequential(nn.LayerNorm(C)), x, steps=1)
-    with pytest.raises(ModelError, match="must have replaced a norm"):
+    with pytest.raises(ModelError, match=r"replaced.*norm"):
         dynorm.refine_(nn.Sequential(dynorm.DyT(C)), x, steps=1)
     model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C))
     dynorm.convert_(model, dynorm.find_norms(model, x[0]), to="annealed")

@@ -251,7 +251,7 @@ def test_from_a_batch_of_dead_witnesses_the_gains_are_finite() -> None:
 
 @pytest.mark.parametrize("share", [0, 1, -0.5, math.nan])
 def test_a_share_is_between_0_and_1(share: float) -> None:
-    with pytest.raises(ArgumentError, match="share must be between 0 and 1"):
+    with pytest.raises(ArgumentError, match=r"share.*between"):
         dynorm.init_from_batch_(
             nn.Sequential(dynorm.DyISRU(4, witnesses=1)), torch.randn(8, 4), share=share
         )

@@ -138,7 +138,7 @@ def test_outputs_that_cannot_be_seen_are_no_outputs_to_fold_by(
     wrap: Callable[[Tensor], Any],
 ) -> None:
     model = net(lambda m, x: (lambda h: (m.h(h), wrap(h)))(m.n(m.e(x))))
-    unchanged(model, x_of(), match="in which tensors cannot be seen")
+    unchanged(model, x_of(), match=r"tensors.*cannot")
 
 
 def test_arrays_are_outputs_and_objects_of_c_are_refused() -> None:
@@ -154,7 +154,7 @@ def test_arrays_are_outputs_and_objects_of_c_are_refused() -> None:
 
 def test_an_output_that_overflows_gives_no_tolerance() -> None:
     model = net(lambda m, x: (lambda y: (y, y * 30000))(m.h(m.n(m.e(x)))), torch.float16)
-    unchanged(model, x_of().half(), match="in half precision to mean something")
+    unchanged(model, x_of().half(), match=r"half.*precision")
 
 
 def test_a_jump_gives_no_tolerance() -> None:
@@ -162,7 +162,7 @@ def test_a_jump_gives_no_tolerance() -> None:
         y = m.h(m.n(m.e(x)))
         return torch.where(y > 1, torch.finfo(y.dtype).min, y)
 
-    unchanged(net(run, torch.float16), x_of().half(), match="in half precision to mean something")
+    unchanged(net(run, torch.float16), x_of().half(), match=r"half.*precision")
 
 
 def test_each_half_precision_output_has_its_own_noise() -> None:
@@ -275,7 +275,7 @@ def test_what_is_drawn_keeps_signs_masks_and_aliases() -> None:
 @pytest.mark.parametrize("check", [True, False])
 def test_code_that_needs_the_norm_s_weight_is_an_error_of_ours(check: bool) -> None:
     model = net(lambda m, x: m.h(m.n(m.e(x.to(m.n.weight.dtype)))))
-    error = unchanged(model, x_of(), check=check, match="everything was put back")
+    error = unchanged(model, x_of(), check=check, match=r"everything.*put")
     assert isinstance(error.__cause__, AttributeError)
 
 
@@ -293,7 +293,7 @@ def test_a_buffer_that_cannot_be_written_into_is_left_alone_when_all_is_put_back
 ) -> None:
     model = net()
     model.register_buffer("mask", torch.ones(1).expand(4))
-    unchanged(model, x_of(), match="everything was put back")
+    unchanged(model, x_of(), match=r"everything.*put")
 
 
 class Config:
@@ -337,7 +337,7 @@ def test_a_forward_that_reads_from_its_config_whether_weights_are_tied_is_checke
     model = tied(
         Config(), lambda m, x: (m.h(m.n(x)) * (2 if m.config.tie_word_embeddings else 1), m.e(x))
     )
-    unchanged(model, x_of(5, C), untie=True, match="everything was put back")
+    unchanged(model, x_of(5, C), untie=True, match=r"everything.*put")
     assert model.config.tie_word_embeddings
     assert model.e.weight is model.h.weight
     plain = tied(Config(), lambda m, x: (m.h(m.n(x)), m.e(x)))

@@ -386,7 +386,7 @@ def test_pointwise_layers_give_away_weight_bias_scale_and_centre(to: str) -> Non
         layer = model[i]  # type: ignore[index]
         assert (layer.scale, layer.weight, layer.bias, layer.center) == (1.0, None, None, None)
         assert report.sites[i // 2].constants.into == (reader, writer)
-    with pytest.raises(ModelError, match="the original norms must be known"):
+    with pytest.raises(ModelError, match=r"original.*norms"):
         dynorm.restore_(model)
 
 
@@ -544,7 +544,7 @@ def test_a_wrong_fold_is_found_and_rolled_back_exactly(monkeypatch: pytest.Monke
     model = nn.Sequential(Tied(), nn.LayerNorm(11), nn.Linear(11, 2, bias=False))
     shaken(model)
     before, text = state(model), repr(model)
-    with pytest.raises(ModelError, match="everything was put back"):
+    with pytest.raises(ModelError, match=r"everything.*put"):
         fold_(model, torch.randint(0, 11, (2, 5)), untie=True, add_bias=True)
     assert_untouched(model, before, text)
 
@@ -583,9 +583,7 @@ class Branching(nn.Module):
 
 def test_what_cannot_be_traced_says_where_and_what_to_do(capfd: pytest.CaptureFixture[str]) -> None:
     model = shaken(Branching())
-    with pytest.raises(
-        ModelError, match=r"test_fold\.py:\d+ \(in forward\).*torch\.where.*is_exporting"
-    ):
+    with pytest.raises(ModelError, match=r"torch\.where.*is_exporting"):
         fold_(model, torch.randn(2, C).double())
     assert capfd.readouterr().out == ""
     assert "forward" not in model.norm.__dict__
@@ -606,7 +604,7 @@ def test_a_folder_that_is_called_as_torch_or_this_package_is_not_taken_for_it(
             y: Tensor = self.reader(self.norm(namespace["decide"](x)))
             return y
 
-    with pytest.raises(ModelError, match=r"but at .*dynorm/mine\.py:2 \(in decide\) it raised"):
+    with pytest.raises(ModelError, match=r"dynorm/mine\.py:2.*raised"):
         fold_(shaken(Deciding()), torch.randn(2, C).double())
 
 

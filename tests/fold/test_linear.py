@@ -89,7 +89,7 @@ def test_a_layer_may_insist_on_the_weight_of_its_norm_and_the_model_is_then_as_i
     model = build("mamba").double()
     linear_(model, **inputs("mamba", model))
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ModelError, match="no attribute 'weight'; everything was put back"):
+    with pytest.raises(ModelError, match=r"attribute.*everything"):
         fold_(model, untie=True, add_bias=True, **inputs("mamba", model))
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -339,7 +339,7 @@ def test_a_folded_model_is_saved_in_its_own_class_whose_norm_computes_the_identi
         dynorm.convert_(model, dynorm.find_norms(model, **given), to="linear", center=False)
         with pytest.raises(
             ModelError,
-            match=r"but it still has \d+ layers of dynorm \(.*\): the report",
+            match=r"still.*layers",
         ):
             dynorm.hub.as_stock(model, **given)
         coarse = 0.1 if dtype is torch.bfloat16 else None
@@ -358,7 +358,7 @@ def test_a_class_of_layernorms_cannot_hold_a_model_without_them() -> None:
     model = build("bert").double()
     linear_(model, **inputs("bert", model))
     fold_(model, **inputs("bert", model))
-    with pytest.raises(ModelError, match="a LayerNorm takes the mean out"):
+    with pytest.raises(ModelError, match=r"LayerNorm.*mean"):
         dynorm.hub.as_stock(model, **inputs("bert", model))
 
 

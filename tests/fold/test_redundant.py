@@ -136,7 +136,7 @@ def test_without_the_option_nothing_is_looked_for() -> None:
     report = fold_(block(), example())
     assert {site.redundant.state for site in report.sites} == {"off"}
     assert "redundant" not in str(report)
-    with pytest.raises(ArgumentError, match="redundant must be finite and not negative"):
+    with pytest.raises(ArgumentError, match=r"redundant.*negative"):
         fold_(block(), example(), redundant=-1e-3)
 
 

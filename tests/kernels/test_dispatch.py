@@ -392,7 +392,7 @@ def test_nothing_but_x_and_parameters_is_saved(kind: type[PointwiseNorm]) -> Non
     y = layer(x)
     with torch.no_grad():
         x.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"modified.*operation"):
         y.sum().backward()
 
 
@@ -575,7 +575,7 @@ def test_devices_that_differ_are_refused(kind: type[PointwiseNorm]) -> None:
         pytest.skip("without kernels torch refuses, in its own words")
     layer = build(kind, 4)
     layer.weight = nn.Parameter(torch.empty(4, device="meta"))
-    with pytest.raises(ArgumentError, match="one device, got cpu and meta"):
+    with pytest.raises(ArgumentError, match=r"device.*meta"):
         layer(torch.randn(2, 4))
 
 

@@ -349,7 +349,7 @@ def test_refused_constants(kind: type[PointwiseNorm], value: float) -> None:
         kind(4).set_slope_(value)
     layer = build(kind, 4, per_channel=True)
     before = layer.beta()
-    with pytest.raises(ArgumentError, match="beta must be positive and finite, got tensor"):
+    with pytest.raises(ArgumentError, match=r"beta.*positive"):
         layer.set_slope_(torch.tensor([1.0, 2.0, value, 4.0]))
     assert torch.equal(layer.beta(), before)
 
@@ -366,29 +366,21 @@ def test_refused_shapes_of_beta(kind: type[PointwiseNorm]) -> None:
         ({"per_channel": True}, (3,)),
         ({"per_channel": True}, (2, 4)),
     ):
-        with pytest.raises(
-            ArgumentError, match=r"beta must broadcast to the constant's shape \(\d,\), got shape"
-        ):
+        with pytest.raises(ArgumentError, match=r"beta.*constant's"):
             kind(4, **options).set_slope_(torch.ones(shape))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_refused_sizes_of_the_input(kind: type[PointwiseNorm], options: dict[str, Any]) -> None:
     for shape in ((2, 5), (4, 5), (2, 1), ()):
-        with pytest.raises(
-            ArgumentError, match=r"x must have normalized_shape \(4,\) at dim -1, got \(\d?,?\) in"
-        ):
+        with pytest.raises(ArgumentError, match=r"normalized_shape.*dim"):
             kind(4, **options)(torch.ones(shape))
     for shape in ((2, 5, 4), (4,)):
-        with pytest.raises(
-            ArgumentError, match=r"x must have normalized_shape \(4,\) at dim 1, got .* in shape"
-        ):
+        with pytest.raises(ArgumentError, match=r"normalized_shape.*dim"):
             kind(4, **options, dim=1)(torch.ones(shape))
-    with pytest.raises(
-        ArgumentError, match=r"at dim \(-2, -1\), got \(4, 2\) in shape \(3, 4, 2\): pass the dim"
-    ):
+    with pytest.raises(ArgumentError, match=r"dim.*shape"):
         kind((2, 4), **options)(torch.ones(3, 4, 2))
-    with pytest.raises(ArgumentError, match="dim must not repeat a dimension"):
+    with pytest.raises(ArgumentError, match=r"dim.*repeat"):
         kind((4, 4), **options, dim=(1, -1))(torch.ones(3, 4))
 
 
@@ -399,9 +391,7 @@ def test_refused_kinds_of_the_input(kind: type[PointwiseNorm]) -> None:
         torch.ones(4, dtype=torch.bool),
         torch.ones(4, dtype=torch.complex64),
     ):
-        with pytest.raises(
-            ArgumentError, match="x must be a real floating point tensor, got torch"
-        ):
+        with pytest.raises(ArgumentError, match=r"real.*floating"):
             layer(x)
-    with pytest.raises(ArgumentError, match="x must be a tensor, got list"):
+    with pytest.raises(ArgumentError, match=r"tensor.*list"):
         layer([1.0, 2.0, 3.0, 4.0])

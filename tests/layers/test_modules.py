@@ -238,7 +238,7 @@ def test_written_as_a_layer_norm_it_is_refused(kind: type[PointwiseNorm]) -> Non
     first = kind.own_arguments[0]
     with pytest.raises(ArgumentError, match=rf"by name, got \(64, 1e-05\): .*\(64, {first}=...\)"):
         make(64, 1e-5)
-    with pytest.raises(ArgumentError, match="all arguments except normalized_shape by name"):
+    with pytest.raises(ArgumentError, match=r"arguments.*normalized_shape"):
         make(64, 1e-5, True)
     remedy = "pass norm_eps=" if kind in ANNEALED else f"its constant is {first}"
     with pytest.raises(ArgumentError, match=rf"must not get an eps.* got eps=1e-06: .*{remedy}"):
@@ -406,7 +406,7 @@ def test_encoder_built_from_such_a_layer_says_that_it_is_not_nested(
 ) -> None:
     layer = encoder_layer()
     layer.norm1, layer.norm2 = build(kind, 8), build(kind, 8)
-    with pytest.warns(UserWarning, match=r"norm1\.eps was not equal to encoder_layer\.norm2\.eps"):
+    with pytest.warns(UserWarning, match=r"norm1\.eps.*encoder_layer\.norm2\.eps"):
         encoder = nn.TransformerEncoder(layer, 2)
     assert not encoder.use_nested_tensor
     nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -454,11 +454,9 @@ def test_nested_tensors(kind: type[PointwiseNorm], layout: torch.layout) -> None
 @ignore_prototype_warning
 def test_nested_tensors_refused(kind: type[PointwiseNorm]) -> None:
     nested = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(2, 8)])
-    with pytest.raises(ArgumentError, match="dim must be negative for a nested tensor, got 2"):
+    with pytest.raises(ArgumentError, match=r"dim.*negative"):
         kind(8, dim=2)(nested)
-    with pytest.raises(
-        ArgumentError, match=r"x must have normalized_shape \(4,\) at dim -1, got \(8,\)"
-    ):
+    with pytest.raises(ArgumentError, match=r"normalized_shape.*dim"):
         kind(4)(nested)
 
 
@@ -504,7 +502,7 @@ def test_rates_are_numbers(name: str, bad: Any) -> None:
 
 @pytest.mark.parametrize("model", ["a", [nn.Parameter(torch.ones(1))], None])
 def test_groups_are_those_of_a_module(model: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"the model must be a torch\.nn\.Module, not"):
+    with pytest.raises(ArgumentError, match=r"model.*torch\.nn\.Module"):
         param_groups(model, lr=1e-3)
 
 

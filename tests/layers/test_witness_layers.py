@@ -192,13 +192,11 @@ def test_a_checkpoint_of_other_witnesses_does_not_load() -> None:
     layer, other = layer_of(dynorm.DyISRU), dynorm.DyISRU(C, center=True, witnesses=(1, 4))
     with pytest.raises(
         RuntimeError,
-        match=r"witnesses must be the layer's, \[1, 4\], got \[4, 1\]: build the layer",
+        match=r"witnesses.*layer's",
     ):
         other.load_state_dict(layer.state_dict())
     state = layer.state_dict()
-    with pytest.raises(
-        RuntimeError, match=r"witnesses must be the layer's, \[4, 1\], got \[4.0, 1.0\]"
-    ):
+    with pytest.raises(RuntimeError, match=r"witnesses.*layer's"):
         layer.load_state_dict({**state, "witnesses": state["witnesses"].float()})
     with pytest.raises(RuntimeError, match=r"Missing key.*witnesses"):
         layer.load_state_dict({name: value for name, value in state.items() if name != "witnesses"})
@@ -242,15 +240,11 @@ def test_bad_witnesses(witnesses: Any, message: str) -> None:
 @pytest.mark.parametrize("gain", [0.0, -1.0, math.inf, math.nan, "1", None])
 def test_bad_gains(gain: Any) -> None:
     layer = layer_of(dynorm.DyISRU)
-    with pytest.raises(ArgumentError, match="gains must be a positive finite number, got"):
+    with pytest.raises(ArgumentError, match=r"gains.*positive"):
         layer.set_witnesses_((1, 2), (1.0, gain))
-    with pytest.raises(
-        ArgumentError, match="each witness must have a gain, got 1 gains for 2 witnesses"
-    ):
+    with pytest.raises(ArgumentError, match=r"witness.*gains"):
         layer.set_witnesses_((1, 2), (1.0,))
-    with pytest.raises(
-        ArgumentError, match=r"gains must be a list, one for each witness, got 0\.5"
-    ):
+    with pytest.raises(ArgumentError, match=r"gains.*0\.5"):
         layer.set_witnesses_((1, 2), 0.5)  # type: ignore[arg-type]
     same(layer, layer_of(dynorm.DyISRU))
 

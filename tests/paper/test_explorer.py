@@ -836,10 +836,10 @@ class TestWithoutABrowser:
     ) -> None:
         self.install(programs, installed)
         monkeypatch.setenv("DYNORM_BROWSER", "hidden")
-        with pytest.raises(pytest.skip.Exception, match="as on a machine without a browser"):
+        with pytest.raises(pytest.skip.Exception, match=r"machine.*without"):
             require_browser()
 
     def test_another_word_is_refused(self, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DYNORM_BROWSER", "yes")
-        with pytest.raises(pytest.fail.Exception, match=r"required or hidden, .* got 'yes'"):
+        with pytest.raises(pytest.fail.Exception, match=r"required.*hidden"):
             require_browser()

@@ -336,7 +336,7 @@ def test_choosing_statements() -> None:
         "theorem-4",
         "note-rmsnorm",
     ]
-    with pytest.raises(ArgumentError, match="no statement is called 'theorem-5'"):
+    with pytest.raises(ArgumentError, match=r"statement.*theorem-5"):
         choose(["theorem-1", "theorem-5"])
 
 
@@ -366,7 +366,7 @@ def test_a_number_that_is_not_exact_is_refused() -> None:
 
 @pytest.mark.parametrize("claim", [sp.true, x_i, x_i < 1])
 def test_a_step_that_is_not_a_known_relation_is_refused(claim: Expr) -> None:
-    with pytest.raises(ArgumentError, match=r"Eq, Ne, Ge or Gt.*as_written"):
+    with pytest.raises(ArgumentError, match=r"Eq.*as_written"):
         statement_with().step(claim, "")
 
 
@@ -378,7 +378,7 @@ def test_a_definition_that_uses_a_later_one_is_refused() -> None:
 
 
 def test_sums_prove_equations_only() -> None:
-    with pytest.raises(ArgumentError, match=r"only an Eq.*by_sums"):
+    with pytest.raises(ArgumentError, match=r"Eq.*by_sums"):
         statement_with().step(sp.Ne(x_i, 2 * x_i), "", by_sums=True)
 
 

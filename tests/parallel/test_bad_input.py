@@ -96,8 +96,6 @@ def test_an_exported_model_is_refused() -> None:
             lambda exported=exported: dynorm.calibrate_(exported, [x]),
             lambda exported=exported: dynorm.find_norms(exported, x),
         ):
-            with pytest.raises(
-                dynorm.errors.ModelError, match="exported: pass the module that was exported"
-            ):
+            with pytest.raises(dynorm.errors.ModelError, match=r"exported.*module"):
                 call()
     assert isinstance(model.norm, nn.LayerNorm)

@@ -560,9 +560,9 @@ def test_the_originals_stay_out_of_the_state() -> None:
 
 
 def test_nothing_to_restore() -> None:
-    with pytest.raises(ModelError, match="has no point-wise layer: there is nothing to restore"):
+    with pytest.raises(ModelError, match=r"point-wise.*nothing"):
         dynorm.restore_(mlp())
-    with pytest.raises(ModelError, match=r"those of 0 are not: the model was loaded"):
+    with pytest.raises(ModelError, match=r"model.*loaded"):
         dynorm.restore_(nn.Sequential(DyISRU(C)))
 
 
@@ -577,9 +577,7 @@ def test_specs_rebuild_the_layers_in_a_fresh_model() -> None:
     assert not fresh.one.training
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(x), model(x))
-    with pytest.raises(
-        ModelError, match="the original norms must be known, but those of one, left, right are not"
-    ):
+    with pytest.raises(ModelError, match=r"original.*norms"):
         dynorm.restore_(fresh)
 
 
@@ -587,14 +585,14 @@ def test_specs_that_do_not_fit() -> None:
     specs = specs_of(converted(mlp(), torch.randn(5, C)))
     model = nn.Sequential(nn.LayerNorm(C))
     before = state(model)
-    with pytest.raises(ModelError, match="the model must have a norm at '1'"):
+    with pytest.raises(ModelError, match=r"model.*norm"):
         apply_specs_(model, specs)
     assert state(model) == before
-    with pytest.raises(ArgumentError, match="needs the keys layer, paths and config"):
+    with pytest.raises(ArgumentError, match=r"needs.*config"):
         LayerSpec.from_dict({"layer": "dyt"})
     with pytest.raises(ArgumentError, match="must be one of"):
         LayerSpec.from_dict({"layer": "tanh", "paths": ["1"], "config": {}})
-    with pytest.raises(ArgumentError, match="dyt cannot be built from"):
+    with pytest.raises(ArgumentError, match=r"dyt.*cannot"):
         LayerSpec("dyt", {"size": 3}, ("1",)).build(None, None)
 
 
@@ -658,7 +656,7 @@ def test_a_weight_of_another_shape_is_not_parted_from_another_module() -> None:
     norm = model[1]
     model[2].weight = norm.weight
     sites = dynorm.find_norms(model, x)
-    with pytest.raises(ModelError, match=r"'2\.weight' is the same parameter: .* skip="):
+    with pytest.raises(ModelError, match=r"2\.weight.*parameter"):
         dynorm.convert_(model, sites)
     assert model[1] is norm
 
@@ -667,7 +665,7 @@ def test_a_weight_of_another_shape_is_not_parted_from_another_module() -> None:
 def test_what_is_no_list_of_sites_gets_words_that_help(sites: Any) -> None:
     with pytest.raises(
         ArgumentError,
-        match=r"must be a list of NormSite, got .* dynorm\.find_norms\(model, batch\)",
+        match=r"list.*NormSite",
     ):
         dynorm.convert_(nn.Sequential(nn.LayerNorm(8)), sites)
 
@@ -675,9 +673,7 @@ def test_what_is_no_list_of_sites_gets_words_that_help(sites: Any) -> None:
 def test_a_batch_that_is_a_list_of_rows_gets_words_that_help() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
-    with pytest.raises(
-        DataError, match=r"got list at 0: make one of numbers with torch\.tensor\(rows\)"
-    ):
+    with pytest.raises(DataError, match=r"list.*numbers"):
         dynorm.calibrate_(model, [[[0.0] * 8, [1.0] * 8]])
 
 
@@ -689,12 +685,12 @@ def test_a_loaded_model_has_no_norms_to_restore(tmp_path: Any) -> None:
     dynorm.calibrate_(model, [x])
     # Here the norms are known.
     for given in (sites, dynorm.find_norms(model, x)):
-        with pytest.raises(ModelError, match=r"converted already: call dynorm.restore_\(model\)"):
+        with pytest.raises(ModelError, match=r"converted.*already"):
             dynorm.convert_(model, given)
     dynorm.save(model, tmp_path / "m")
     loaded = dynorm.load(tmp_path / "m", mlp())
     for given in (sites, dynorm.find_norms(loaded, x)):
-        with pytest.raises(ModelError, match="load the original model") as raised:
+        with pytest.raises(ModelError, match=r"load.*original") as raised:
             dynorm.convert_(loaded, given)
         assert "restore_" not in str(raised.value)
 
@@ -806,12 +802,12 @@ def test_a_glob_without_a_match_is_answered_with_the_nearest_paths() -> None:
     )
     sites = [dynorm.site.NormSite(path, kind="layernorm") for path in model]
     for options in ({"to": {"first_nrom": None}}, {"only": "first_nrom"}, {"skip": "first_nrom"}):
-        with pytest.raises(ArgumentError, match=r"nearest first: first_norm, .* and 2 more"):
+        with pytest.raises(ArgumentError, match=r"nearest.*first_norm"):
             dynorm.convert_(model, sites, **options)  # type: ignore[arg-type]
 
 
 def test_nothing_is_left_to_convert_by_globs() -> None:
     model = three_norms()
     sites = dynorm.find_norms(model, torch.randn(5, C))
-    with pytest.raises(ModelError, match="the filter left none"):
+    with pytest.raises(ModelError, match=r"filter.*left"):
         dynorm.convert_(model, sites, {"*": None})

@@ -123,7 +123,7 @@ def test_transformers_writes_what_its_trainer_has_gathered_only(tmp_path: Path) 
         lambda: model.save_pretrained(tmp_path / "model"),
         lambda: dynorm.save(model, tmp_path / "model"),
     ):
-        with pytest.raises(ModelError, match="is a placeholder of DeepSpeed's ZeRO-3"):
+        with pytest.raises(ModelError, match=r"placeholder.*DeepSpeed's"):
             write()
     model.save_pretrained(tmp_path / "model", state_dict=state)
     loaded = dynorm.load(tmp_path / "model").state_dict()
@@ -155,7 +155,7 @@ def test_an_empty_parameter_without_marks_is_accepted(tmp_path: Path) -> None:
 
 def test_the_engine_of_deepspeed_is_named_as_the_wrapper() -> None:
     engine_class = type("DeepSpeedEngine", (nn.Sequential,), {"__module__": "deepspeed.runtime"})
-    with pytest.raises(ModelError, match=r"but is wrapped in DeepSpeed: pass engine\.module"):
+    with pytest.raises(ModelError, match=r"wrapped.*engine\.module"):
         dynorm.find_norms(engine_class(*build()), X)
 
 

@@ -340,5 +340,5 @@ def test_a_rule_must_be_known(rule: str) -> None:
 
 @pytest.mark.parametrize("offset", [float("nan"), float("inf"), "1"])
 def test_an_offset_must_be_finite(offset: object) -> None:
-    with pytest.raises(ArgumentError, match=r"weight_offset must be a finite number, got "):
+    with pytest.raises(ArgumentError, match=r"weight_offset.*finite"):
         dynorm.DyISRU(C, weight_offset=offset)

@@ -52,7 +52,7 @@ def train_(model: nn.Module) -> None:
 def test_after_training_measure_asks_for_the_original() -> None:
     model = converted()
     train_(model)
-    with pytest.raises(ModelError, match=r"5 parameters .*'0.weight'.*: pass original=, a copy"):
+    with pytest.raises(ModelError, match=r"parameters.*original="):
         dynorm.measure(model, batches())
     report = dynorm.measure(model, batches(), original=build())
     assert len(report.sites) == 2
@@ -191,7 +191,7 @@ def test_a_loaded_model_is_compared_by_its_output(tmp_path: Path) -> None:
     expected = dynorm.measure(model, batches()).output
     dynorm.save(model, tmp_path / "model")
     loaded = dynorm.load(tmp_path / "model", build())
-    with pytest.raises(ModelError, match="must have replaced a norm"):
+    with pytest.raises(ModelError, match=r"replaced.*norm"):
         dynorm.measure(loaded, batches())
     report = dynorm.measure(loaded, batches(), original=build())
     assert report.output == expected

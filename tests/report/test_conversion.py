@@ -597,7 +597,7 @@ class TestBadInput:
 
     def test_an_output_that_is_not_finite(self) -> None:
         model = nn.Sequential(converted(toy(), toy_batches()), nn.Threshold(1e9, math.inf))
-        with pytest.raises(DataError, match=r"original model.*NaN or inf"):
+        with pytest.raises(DataError, match=r"original.*NaN"):
             measure(model, toy_batches())
 
     def test_a_model_that_is_not_converted(self) -> None:

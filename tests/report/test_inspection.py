@@ -211,7 +211,7 @@ def test_small_inputs_give_finite_figures(channels: int, count: int, seed: int) 
 
 class TestErrors:
     def test_no_norm(self) -> None:
-        with pytest.raises(dynorm.errors.ModelError, match="must have a LayerNorm or RMSNorm"):
+        with pytest.raises(dynorm.errors.ModelError, match=r"LayerNorm.*RMSNorm"):
             dynorm.inspect_norms(nn.Linear(8, 8), [torch.randn(2, 8)])
 
     def test_a_converted_model(self) -> None:
@@ -237,7 +237,7 @@ class TestErrors:
         model, batches = toy(), toy_batches()
         sites = dynorm.find_norms(model, batches[0])
         batches[1][3, 2] = math.nan
-        with pytest.raises(dynorm.errors.DataError, match="must be finite, but the norm at '1'"):
+        with pytest.raises(dynorm.errors.DataError, match=r"finite.*norm"):
             dynorm.inspect_norms(model, batches, sites=sites)
         assert not any(module._forward_hooks for module in model.modules())
 
@@ -250,7 +250,7 @@ class TestErrors:
             def forward(self, x: Tensor) -> Tensor:
                 return self.linear(x)
 
-        with pytest.raises(dynorm.errors.DataError, match="reach at least one norm"):
+        with pytest.raises(dynorm.errors.DataError, match=r"reach.*least"):
             dynorm.inspect_norms(Never(), [torch.randn(4, 24)], sites=[LN])
 
 

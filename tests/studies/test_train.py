@@ -302,10 +302,10 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
 
 
 def test_a_log_that_is_missing_or_broken_and_a_copied_result_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="must be the run's log"):
+    with pytest.raises(DataError, match=r"run's.*log"):
         read_log("a", tmp_path)
     (tmp_path / "a.jsonl").write_text('{"step":')
-    with pytest.raises(DataError, match="must be the run's log"):
+    with pytest.raises(DataError, match=r"run's.*log"):
         read_log("a", tmp_path)
     record = {"name": "b", "settings": tiny("layernorm").to_dict()}
     (tmp_path / "copy.json").write_text(json.dumps(record))
@@ -315,7 +315,7 @@ def test_a_log_that_is_missing_or_broken_and_a_copied_result_are_errors(tmp_path
 
 def test_a_result_that_is_none_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"loss": 1}')
-    with pytest.raises(DataError, match="must be a run's result"):
+    with pytest.raises(DataError, match=r"run's.*result"):
         read_all(tmp_path)
 
 
@@ -585,5 +585,5 @@ def test_a_batch_that_does_not_divide_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("transformers.TrainingArguments.world_size", 3)
-    with pytest.raises(ArgumentError, match="divide among the processes"):
+    with pytest.raises(ArgumentError, match=r"divide.*processes"):
         go(tiny("layernorm"), tmp_path)

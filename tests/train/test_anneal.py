@@ -139,7 +139,7 @@ def test_finalize_before_the_end_is_refused_unless_forced() -> None:
     model = annealed(net())
     dynorm.set_anneal_(model, 1.0)
     dynorm.set_anneal_(model, 0.5, only="rms")
-    with pytest.raises(dynorm.errors.ModelError, match=r"'rms' is at 0\.5.*force=True"):
+    with pytest.raises(dynorm.errors.ModelError, match=r"rms.*force=True"):
         dynorm.finalize_(model)
     assert len(annealed_layers(model)) == 4
     dynorm.finalize_(model, force=True)
@@ -167,7 +167,7 @@ def test_set_path_moves_all_or_some() -> None:
         lambda: dynorm.finalize_(net()),
         lambda: positions(net()),
     ):
-        with pytest.raises(dynorm.errors.ModelError, match="must have annealed layers"):
+        with pytest.raises(dynorm.errors.ModelError, match=r"annealed.*layers"):
             call()
 
 
@@ -176,9 +176,7 @@ def test_set_path_moves_all_or_some() -> None:
     lambda m: dynorm.finalize_("a"), lambda m: dynorm.AnnealStart(None),
 ])  # fmt: skip
 def test_what_is_no_module_is_refused(call: Any) -> None:
-    with pytest.raises(
-        dynorm.errors.ArgumentError, match=r"the model must be a torch\.nn\.Module, not"
-    ):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"model.*torch\.nn\.Module"):
         call(annealed(net()))
 
 
@@ -266,7 +264,7 @@ class TestSchedule:
             AnnealSchedule(0.8, 0.3),
             AnnealSchedule(0.5, 0.5),
         ):
-            with pytest.raises(dynorm.errors.ArgumentError, match="must end before the run does"):
+            with pytest.raises(dynorm.errors.ArgumentError, match=r"end.*before"):
                 schedule.steps(100)
         totals: list[Any] = [float("nan"), None, "a", True, 0.5, -1]
         for total in totals:
@@ -274,13 +272,9 @@ class TestSchedule:
                 AnnealSchedule().steps(total)
         steps: list[Any] = ["a", None, 1.5, -5, float("nan")]
         for step in steps:
-            with pytest.raises(
-                dynorm.errors.ArgumentError, match="step must be an integer, at least 0, got"
-            ):
+            with pytest.raises(dynorm.errors.ArgumentError, match=r"step.*integer"):
                 AnnealSchedule().at(step, 1000)
-            with pytest.raises(
-                dynorm.errors.ArgumentError, match="step must be an integer, at least 0, got"
-            ):
+            with pytest.raises(dynorm.errors.ArgumentError, match=r"step.*integer"):
                 AnnealSchedule().apply_(annealed(net()), step, 1000)
         # A number is a share or a count by its kind, of whatever library it is.
         assert AnnealSchedule(np.float32(0.5), np.int64(10)).steps(100) == (50, 10)
@@ -431,7 +425,7 @@ class TestStart:
     def test_what_was_not_reached_or_is_not_finite(self) -> None:
         model = annealed(net())
         before = copy.deepcopy(model.state_dict())
-        with pytest.raises(dynorm.errors.DataError, match="saw none: run a training step"):
+        with pytest.raises(dynorm.errors.DataError, match=r"saw.*training"):
             dynorm.AnnealStart(model).finish_()
         start = dynorm.AnnealStart(model)
         bad = batches()[0]

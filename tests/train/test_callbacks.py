@@ -166,7 +166,7 @@ def test_training_begins_where_the_run_stands() -> None:
     assert any(m._forward_hooks for m in net.modules())
     callback.on_train_begin(None, at(global_step=0), None, model=net)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
-    with pytest.raises(dynorm.errors.ArgumentError, match="must end before the run does"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"end.*before"):
         callback.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=8), None, model=net)
 
 
@@ -183,9 +183,9 @@ def test_gradient_accumulation_sees_the_whole_batch(tmp_path: Path) -> None:
 
 
 def test_a_schedule_that_does_not_fit_and_a_model_without_a_path(tmp_path: Path) -> None:
-    with pytest.raises(dynorm.errors.ArgumentError, match="must end before the run does"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"end.*before"):
         trainer(model(), tmp_path, AnnealCallback(start=8, length=4)).train()
-    with pytest.raises(dynorm.errors.ModelError, match="must have annealed layers"):
+    with pytest.raises(dynorm.errors.ModelError, match=r"annealed.*layers"):
         trainer(model("dyisru"), tmp_path, AnnealCallback(start=2, length=4)).train()
     with pytest.raises(dynorm.errors.ArgumentError):
         AnnealCallback(start=-1)

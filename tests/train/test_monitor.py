@@ -85,7 +85,7 @@ class TestMonitor:
             layer(torch.full((2, 4), 100.0))
             with pytest.warns(
                 dynorm.errors.CalibrationWarning,
-                match=r"'0' saturates: 100% .* to 100 .* is 2\. .*param_groups",
+                match=r"saturates.*param_groups",
             ):
                 monitor.read()
             layer(torch.full((2, 4), 100.0))
@@ -94,18 +94,14 @@ class TestMonitor:
                 monitor.read()
 
     def test_a_model_without_layers(self) -> None:
-        with pytest.raises(dynorm.errors.ModelError, match="must have point-wise layers"):
+        with pytest.raises(dynorm.errors.ModelError, match=r"point-wise.*layers"):
             dynorm.Monitor(nn.LayerNorm(4))
-        with pytest.raises(
-            dynorm.errors.ArgumentError, match=r"must be a torch\.nn\.Module, not str"
-        ):
+        with pytest.raises(dynorm.errors.ArgumentError, match=r"torch\.nn\.Module.*str"):
             dynorm.Monitor("a")  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("warn_at", ["a", None, -1, 5, math.nan])
     def test_warn_at_is_a_share(self, warn_at: Any) -> None:
-        with pytest.raises(
-            dynorm.errors.ArgumentError, match="warn_at must be a number from 0 to 1, got"
-        ):
+        with pytest.raises(dynorm.errors.ArgumentError, match=r"warn_at.*number"):
             dynorm.Monitor(dynorm.DyISRU(4), warn_at)
 
     def test_channels_first_and_frozen_constants(self) -> None:
@@ -131,13 +127,9 @@ class TestCallback:
         arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
         trainer = transformers.Trainer(nn.Sequential(dynorm.DyISRU(4)), arguments)
         for wrong in (trainer.model, "a", None):
-            with pytest.raises(
-                dynorm.errors.ArgumentError, match="trainer must be a Trainer of transformers, got"
-            ):
+            with pytest.raises(dynorm.errors.ArgumentError, match=r"trainer.*transformers"):
                 callbacks.MonitorCallback(wrong)
-        with pytest.raises(
-            dynorm.errors.ArgumentError, match="warn_at must be a number from 0 to 1, got 'a'"
-        ):
+        with pytest.raises(dynorm.errors.ArgumentError, match=r"warn_at.*number"):
             callbacks.MonitorCallback(trainer, "a")
 
     def test_the_figures_reach_the_reports_the_history_and_the_line(
