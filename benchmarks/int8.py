@@ -87,6 +87,7 @@ def control(
 def input_ranges(model: nn.Module, paths: Sequence[str], batches: Batches) -> dict[str, Range]:
     """Return the least and largest input of each channel of linear layers, without padding."""
     ranges: dict[str, Range] = {}
+    names = {model.get_submodule(path): path for path in paths}
     for batch in batches:
         mask = batch["attention_mask"].bool()
 
@@ -99,7 +100,6 @@ def input_ranges(model: nn.Module, paths: Sequence[str], batches: Batches) -> di
                 high = torch.maximum(high, ranges[path][1])
             ranges[path] = low, high
 
-        names = {model.get_submodule(path): path for path in paths}
         handles = [module.register_forward_pre_hook(note) for module in names]
         model(**batch)
         for handle in handles:
