@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def study() -> dict[str, Any]:
     subject = encoder(0)
     model, tests = subject.pretrained.model, subject.tests
     original = embeddings(model, tests)
+    with_norms = copy.deepcopy(model)
     for _ in fitted(subject, "dyisru", 0, per_channel=True):
         pass
     batches = make_batches(subject.pretrained, subject.encoded[:CALIBRATION_TEXTS], BATCH, 0)
@@ -42,6 +44,7 @@ def study() -> dict[str, Any]:
         quantize(quantized)
         rows.append({"way": name, **cosines(embeddings(quantized, tests), want)})
         print(rows[-1], flush=True)
+    rows += control(with_norms, readers, batches, tests)
     return {
         "model": "all-MiniLM-L6-v2, 13 norms replaced by DyISRU (one constant per channel), calibrated and refined",
         "texts": "first paragraphs of the standard library's docstrings",
@@ -55,6 +58,53 @@ def study() -> dict[str, Any]:
         "rows": rows,
         "layers": [spread(model, path, values) for path, values in seen.items()],
     }
+
+
+def control(
+    original: nn.Module, readers: Sequence[Reader], batches: Batches, tests: Batches
+) -> list[dict[str, Any]]:
+    """Quantize the same linear layers of the original, with its norms, and compare it with itself."""
+    want = embeddings(original, tests)
+    inputs = [replace(reader, layer=None, alone=False, peers=()) for reader in readers]
+    ranges = input_ranges(original, [reader.linear for reader in readers], batches)
+    ways: dict[str, Callable[[nn.Module], Any]] = {
+        "dynamic, one scale per token": lambda model: by_torchao(model, readers, dynamic=True),
+        "data, least and largest, one scale per channel": lambda model: quantize_(
+            model, inputs, ranges=ranges, per_channel=True
+        ),
+    }
+    rows = []
+    for name, quantize in ways.items():
+        quantized = copy.deepcopy(original)
+        quantize(quantized)
+        row = {"way": f"the original with its norms: {name}"}
+        rows.append({**row, **cosines(embeddings(quantized, tests), want)})
+        print(rows[-1], flush=True)
+    return rows
+
+
+@torch.no_grad()
+def input_ranges(model: nn.Module, paths: Sequence[str], batches: Batches) -> dict[str, Range]:
+    """Return the least and largest input of each channel of linear layers, without padding."""
+    ranges: dict[str, Range] = {}
+    names = {model.get_submodule(path): path for path in paths}
+    for batch in batches:
+        mask = batch["attention_mask"].bool()
+
+        def note(module: nn.Module, inputs: tuple[Tensor], mask: Tensor = mask) -> None:
+            values = inputs[0][mask]
+            path = names[module]
+            low, high = values.amin(0), values.amax(0)
+            if path in ranges:
+                low = torch.minimum(low, ranges[path][0])
+                high = torch.maximum(high, ranges[path][1])
+            ranges[path] = low, high
+
+        handles = [module.register_forward_pre_hook(note) for module in names]
+        model(**batch)
+        for handle in handles:
+            handle.remove()
+    return ranges
 
 
 def ways(

@@ -101,3 +101,12 @@ def test_a_page_of_results_begins_with_the_answer_and_a_short_table(page: str) -
     while lines[start + rows].startswith("|"):
         rows += 1
     assert rows <= 2 + 10
+
+
+def test_the_pictures_have_a_background_so_that_they_can_be_read_on_a_dark_page() -> None:
+    image = pytest.importorskip("PIL.Image")
+    pictures = sorted((Path(__file__).parents[1] / "docs" / "images").glob("*.png"))
+    assert pictures
+    for path in pictures:
+        least, _ = image.open(path).convert("RGBA").getchannel("A").getextrema()
+        assert least == 255, path

@@ -94,6 +94,10 @@ class PointwiseLayer(nn.Module):
                 stored = tensor.dtype
         return _promoted(self.output_dtype, given, stored)
 
+    def extra_repr(self) -> str:
+        """Describe the layer as ``print(model)`` shows it."""
+        return f"{self.shape}, scale={self.scale:.4g}, witnesses={self.witnesses}"
+
     def witness_sum(self, u: Tensor, *, leave_one_out: bool = False) -> Tensor | float:
         """Return the sum of gain * u^2 over the witnesses of each token, 0 without witnesses.
 
