@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.arguments import upcast
-from dynorm.batches import call
+from dynorm.batches import Batch, call
 from dynorm.errors import DataError, ModelError
 from dynorm.guard import hooked, undisturbed
 from dynorm.layers import PointwiseNorm
@@ -55,7 +55,7 @@ class PausedRun:
     def __init__(
         self,
         model: nn.Module,
-        batch: Any,
+        batch: Batch,
         answer: Callable[[PointwiseNorm, Tensor], Tensor] | None = None,
     ) -> None:
         self.call: LayerCall | None = None  # the call at which it waits; None when it is over
@@ -156,7 +156,7 @@ def stopping_at(layers: Iterable[PointwiseNorm]) -> Iterator[None]:
     """
     home = threading.get_ident()
 
-    def stop(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def stop(layer: PointwiseNorm, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         run: PausedRun | None = getattr(_running, "run", None)
         if run is None and threading.get_ident() == home:
             return output
@@ -194,7 +194,9 @@ _SAME = 1e-3
 _OTHER_SIZE = 1.1
 
 
-def can_share(model: nn.Module, layers: Iterable[PointwiseNorm], first: Any, second: Any) -> bool:
+def can_share(
+    model: nn.Module, layers: Iterable[PointwiseNorm], first: Batch, second: Batch
+) -> bool:
     """Return whether several batches can run through a model side by side, by trying it.
 
     They cannot if a run stores a value, on a module or elsewhere, that another run would read. The
@@ -204,7 +206,7 @@ def can_share(model: nn.Module, layers: Iterable[PointwiseNorm], first: Any, sec
     keeps_something = False
     inputs_alone: list[Tensor] = []
 
-    def look(layer: PointwiseNorm, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def look(layer: PointwiseNorm, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         nonlocal keeps_something
         keeps_something = keeps_something or _held_by_modules(model) != before
         inputs_alone.append(_summary(args[0]))
@@ -228,7 +230,7 @@ def can_share(model: nn.Module, layers: Iterable[PointwiseNorm], first: Any, sec
 
 
 def _inputs_beside(
-    model: nn.Module, layers: list[PointwiseNorm], first: Any, second: Any
+    model: nn.Module, layers: list[PointwiseNorm], first: Batch, second: Batch
 ) -> list[Tensor]:
     """Return the summaries of the layers' inputs for a batch while another one runs in turn with it."""
 

@@ -35,7 +35,7 @@ class {name}({part}, transformers.{stock}):
 '''
 
 
-def write_with_code(model: Any, changes: Contents, folder: Path) -> None:
+def write_with_code(model: PreTrainedModel, changes: Contents, folder: Path) -> None:
     """Write a transformers model with the code of its layers; ModelError if that cannot be."""
     require_gathered(model)
     kinds = _classes(model)
@@ -81,7 +81,7 @@ def write_with_code(model: Any, changes: Contents, folder: Path) -> None:
     write_text(folder / f"{MODULE}.py", _source(model, kinds))
 
 
-def _classes(model: Any) -> list[type]:
+def _classes(model: PreTrainedModel) -> list[type]:
     """Return the class of the model, and that of its base model if it has a head."""
     kinds = []
     for part in (model, model.base_model):
@@ -98,7 +98,7 @@ def _classes(model: Any) -> list[type]:
     return kinds
 
 
-def _require_known(model: Any, changes: Contents, values: Mapping[str, Any]) -> None:
+def _require_known(model: PreTrainedModel, changes: Contents, values: Mapping[str, object]) -> None:
     """Refuse layers and dtypes that the code does not know."""
     if getattr(model.config, "quantization_config", None) is not None:
         method = model.config.quantization_config
@@ -128,7 +128,7 @@ def _name(stock: type) -> str:
     return f"Dynorm{stock.__name__}"
 
 
-def _auto_map(model: Any, kinds: list[type]) -> dict[str, str]:
+def _auto_map(model: PreTrainedModel, kinds: list[type]) -> dict[str, str]:
     """Return the class that each Auto class of transformers must load, as module and name."""
     auto_map = {"AutoConfig": f"{MODULE}.{_name(type(model.config))}"}
     # The base model.
@@ -142,7 +142,7 @@ def _auto_map(model: Any, kinds: list[type]) -> dict[str, str]:
     return auto_map
 
 
-def _source(model: Any, kinds: list[type]) -> str:
+def _source(model: PreTrainedModel, kinds: list[type]) -> str:
     """Return the code: the layers, and a class of the configuration and of each model."""
     config = type(model.config)
     source = inspect.getsource(modeling_dynorm)

@@ -178,7 +178,7 @@ def _load_base(values: dict[str, Any], where: str) -> nn.Module:
     return model
 
 
-def _title(values: dict[str, Any]) -> str:
+def _title(values: dict[str, str]) -> str:
     revision = values.get("revision")
     if revision:
         return f"{values.get('base')} at revision {revision}"

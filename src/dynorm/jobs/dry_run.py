@@ -7,14 +7,15 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
+from torch import nn
 
-from dynorm.batches import arguments
+from dynorm.batches import Batch, arguments
 from dynorm.errors import CalibrationWarning
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
@@ -46,7 +47,7 @@ class DryRun(Plain):
 
     model: str
     conversion: ConversionReport
-    recipe: dict[str, Any]
+    recipe: dict[str, object]
     seconds: dict[str, float]
     memory: int
     steps: int
@@ -121,7 +122,7 @@ def dry_run(
     )
 
 
-def _expected(job: Job, batches: Any) -> tuple[dict[str, float], int]:
+def _expected(job: Job, batches: Sequence[Batch]) -> tuple[dict[str, float], int]:
     """Return the expected seconds of each stage, and the steps of distillation."""
     model = job.pretrained.model
     recipe = job.recipe
@@ -150,7 +151,7 @@ def _expected(job: Job, batches: Any) -> tuple[dict[str, float], int]:
     return seconds, steps
 
 
-def _seconds_per_step(job: Job, batches: list[Any]) -> float:
+def _seconds_per_step(job: Job, batches: Sequence[Batch]) -> float:
     """Return the seconds of a step of distillation: those of a longer run less those of a short one."""
     recipe = job.recipe
     model = job.pretrained.model
@@ -180,7 +181,7 @@ def _timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def _peak_memory(model: Any) -> int:
+def _peak_memory(model: nn.Module) -> int:
     """Return the peak memory so far: of torch on the model's GPU, or of this process."""
     device = next(model.parameters()).device
     if device.type == "cuda":

@@ -403,7 +403,7 @@ _MAIN_FIGURES = (
 )
 
 
-def _worse(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def _worse(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     """Return in words how the main figure got worse from one output report to the next, or ""."""
     for name, words, more_is_better in _MAIN_FIGURES:
         old = before.get(name)

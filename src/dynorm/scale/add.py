@@ -250,7 +250,7 @@ def _listed(reasons: dict[str, str]) -> str:
     return "; ".join(listed) or "no norm reads one"
 
 
-def _fold_(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
+def _fold_(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, str]:
     """Fold the norms into their neighbours; return those with a weight or bias left, with the reason."""
     report = fold_(model, *args, constants=False, add_bias=True, untie=True, **kwargs)
     reasons = {}
@@ -343,7 +343,7 @@ def _gram(model: nn.Module, norms: Sequence[nn.Module], batches: Sequence[Batch]
     """Return the sum of x x^T / x^T x over the tokens at all norms, (C, C) in float64."""
     total: list[Tensor] = []
 
-    def add(norm: nn.Module, args: tuple[Any, ...]) -> None:
+    def add(norm: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].flatten(0, -2)
         x = x if x.dtype == torch.float64 else x.float()
         x = nn.functional.normalize(x, dim=-1)
