@@ -13,6 +13,7 @@ from dynorm.fit import calibrate_, refine_
 from dynorm.recipe import ModelFields, Recipe
 from dynorm.replace import convert_, restore_
 from dynorm.report import ModelReport, measure
+from dynorm.report.cost import costs
 from dynorm.train.distill import distill_
 
 
@@ -74,7 +75,7 @@ def convert_model(
     args, kwargs = arguments(model, fit[0])
     sites = find_norms(model, *args, **kwargs)
     original = copy.deepcopy(model)
-    meta = {"recipe": recipe.filled_for(model).to_dict()}
+    meta: dict[str, object] = {"recipe": recipe.filled_for(model).to_dict()}
     convert_(
         model,
         sites,
@@ -90,7 +91,7 @@ def convert_model(
         if recipe.refine:
             refine_(model, fit, steps=recipe.refine, lr=recipe.refine_lr, bf16=recipe.bf16)
         if recipe.steps or recipe.minutes:
-            distill_(
+            distilled = distill_(
                 model,
                 fit,
                 teacher=original,
@@ -104,7 +105,10 @@ def convert_model(
                 report_to=recipe.report_to,
                 keep_on_interrupt=recipe.keep_on_interrupt,
             )
-        return measure(model, tests, original=original, fit_on=fit, seed=recipe.seed, meta=meta)
+            meta["stages"] = {"distill": distilled.to_dict()}
+        report = measure(model, tests, original=original, fit_on=fit, seed=recipe.seed, meta=meta)
+        report.meta["cost"] = costs(original, model, tests[0])
+        return report
     except BaseException:
         restore_(model).load_state_dict(original.state_dict())
         raise
