@@ -203,3 +203,16 @@ class TestPage:
         with pytest.raises(DynormError, match=r"pip.*install"):
             report.to_html(tmp_path / "report.html")
         assert list(tmp_path.iterdir()) == []
+
+
+def test_the_loss_curve_of_a_distillation_is_drawn(tmp_path: Path) -> None:
+    report = odd_report()
+    report.meta["stages"] = {"distill": {"losses": [(2, 1.5), (4, 0.5), (6, 1.0)], "kept": True}}
+    report.to_html(tmp_path / "report.html")
+    page = Page((tmp_path / "report.html").read_text("utf-8"))
+    points = [
+        value for tag, name, value in page.attributes if (tag, name) == ("polyline", "points")
+    ]
+    # The largest loss is at the top, and the axes are linear.
+    assert points == ["0.0,0.0 300.0,140.0 600.0,70.0"]
+    assert "Loss of the distillation" in page.texts

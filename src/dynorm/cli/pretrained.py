@@ -10,6 +10,7 @@ import typer
 
 from dynorm.cli.application import AsJson, app, quiet_libraries, show, speaker
 from dynorm.files import require_writable
+from dynorm.jobs.compare import compare_reports
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.dry_run import dry_run as plan_conversion
 from dynorm.jobs.inspect import inspect_pretrained
@@ -310,6 +311,21 @@ def inspect(
         report.to_html(html)
         say(f"wrote {html}")
     show(report, as_json)
+
+
+@app.command()
+def compare(
+    reports: Annotated[
+        list[Path],
+        typer.Argument(help="Files report.json of dynorm convert, or the folders that have them."),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Put the reports of several conversions in one table: recipes, losses, steps and times.
+
+    Example: dynorm compare ./converted ./distilled
+    """
+    show(compare_reports(reports), as_json)
 
 
 @app.command()

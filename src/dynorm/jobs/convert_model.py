@@ -16,6 +16,7 @@ from dynorm.recipe import ModelFields, Recipe
 from dynorm.replace import convert_, restore_
 from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
+from dynorm.report.cost import costs
 from dynorm.scale import add_scale_channel_
 from dynorm.train.distill import distill_
 
@@ -103,7 +104,7 @@ def _converted_(
     """Convert a model and measure it; ``original`` is a copy of it as it is now."""
     args, kwargs = arguments(model, fit[0])
     sites = find_norms(model, *args, **kwargs)
-    meta = {"recipe": recipe.filled_for(model).to_dict()}
+    meta: dict[str, object] = {"recipe": recipe.filled_for(model).to_dict()}
     convert_(
         model,
         sites,
@@ -119,7 +120,7 @@ def _converted_(
         if recipe.refine:
             refine_(model, fit, steps=recipe.refine, lr=recipe.refine_lr, bf16=recipe.bf16)
         if recipe.steps or recipe.minutes:
-            distill_(
+            distilled = distill_(
                 model,
                 fit,
                 teacher=original,
@@ -133,7 +134,10 @@ def _converted_(
                 report_to=recipe.report_to,
                 keep_on_interrupt=recipe.keep_on_interrupt,
             )
-        return measure(model, tests, original=original, fit_on=fit, seed=recipe.seed, meta=meta)
+            meta["stages"] = {"distill": distilled.to_dict()}
+        report = measure(model, tests, original=original, fit_on=fit, seed=recipe.seed, meta=meta)
+        report.meta["cost"] = costs(original, model, tests[0])
+        return report
     except BaseException:
         restore_(model).load_state_dict(original.state_dict())
         raise

@@ -24,6 +24,7 @@ from dynorm.jobs.job import CALIBRATION_BLOCKS, Job, JobOptions, Say, load_job
 from dynorm.recipe import Recipe
 from dynorm.replace import ConversionReport, convert_
 from dynorm.report import measure
+from dynorm.scale import add_scale_channel_
 from dynorm.table import Column, Plain, Table
 from dynorm.train.distill import distill_, distillation_rate
 
@@ -94,6 +95,11 @@ def dry_run(
         job.original = copy.deepcopy(model)
     size = CALIBRATION_BLOCKS if job.pretrained.language_model or job.listener else None
     batches = job.batches(job.calibration, recipe.seed, size)
+    seconds_of_edit: dict[str, float] = {}
+    if recipe.scale_channel:
+        seconds_of_edit["scale_channel"] = _timed(lambda: add_scale_channel_(model, batches))
+        # Only its norms read what the layers will read.
+        job.original = copy.deepcopy(model)
     _, example = arguments(model, batches[len(batches) // 2])
     sites = find_norms(model, **example)
     witnesses = None if job.has_default_witnesses else recipe.witnesses
@@ -116,7 +122,7 @@ def dry_run(
         job.name,
         converted,
         recipe.to_dict(),
-        {name: round(value, 2) for name, value in seconds.items()},
+        {name: round(value, 2) for name, value in (seconds_of_edit | seconds).items()},
         _peak_memory(model),
         steps,
     )

@@ -36,6 +36,7 @@ from dynorm.replace import convert_
 from dynorm.replace.edits import is_changed
 from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
+from dynorm.report.cost import costs
 from dynorm.report.records import Continuation
 from dynorm.scale import add_scale_channel_
 from dynorm.site import as_globs
@@ -360,6 +361,7 @@ class Job:
         elif self.listener and self.listener.tokenizer:
             with self.stage("continue"):
                 report = replace(report, continuations=self.transcripts(self.listener))
+        report.meta["cost"] = costs(self.original, model, self.batches(held_out)[0])
         report.meta["seconds"] = self.seconds
         report.meta["stages"] = self.details
         if report.output.worst is not None:

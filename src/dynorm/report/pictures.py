@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -63,6 +63,25 @@ def svg_picture(
     for use, color in _OF_THE_PAGE.items():
         svg = svg.replace(color, f"var(--{use})")
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(words)}"', 1)
+
+
+def svg_curve(losses: Sequence[Sequence[float]]) -> str:
+    """Return the curve of pairs of a step and a loss as an ``<svg>`` element, in the page's colours."""
+    steps = [step for step, _ in losses]
+    values = [loss for _, loss in losses]
+    width, height = 600.0, 140.0
+    span = max(max(values) - min(values), 1e-12)
+    points = []
+    for step, value in zip(steps, values, strict=True):
+        x = width * (step - steps[0]) / max(steps[-1] - steps[0], 1)
+        y = height * (max(values) - value) / span
+        points.append(f"{x:.1f},{y:.1f}")
+    words = f"The loss from {values[0]:.3f} at step {steps[0]} to {values[-1]:.3f} at {steps[-1]}"
+    return (
+        f'<svg role="img" aria-label="{escape(words)}" viewBox="-4 -4 {width + 8:g} {height + 8:g}">'
+        f'<polyline points="{" ".join(points)}" fill="none" stroke="var(--dyisru)" '
+        'stroke-width="2"></polyline></svg>'
+    )
 
 
 def draw(

@@ -1,6 +1,7 @@
 """The reports: one record per site and one per model, printed as a table or written as a page."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dynorm.errors import require_library
 from dynorm.family import FAMILY
 from dynorm.files import write_text
+from dynorm.report.advice import advice
 from dynorm.report.columns import CONVERSION, INSPECTION, SiteColumn, constant
 from dynorm.report.output import OutputReport
 from dynorm.report.rendering import digits, rendered, table_html, wins
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
-from dynorm.table import NotTheModel, Table, plain
+from dynorm.table import WIDTH, NotTheModel, Table, plain
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -274,6 +276,15 @@ class ModelReport(Report):
                 )
             before = after
         return sentences
+
+    def advice(self) -> list[str]:
+        """Return the recommendation: which norms to keep, and whether more steps would help."""
+        return advice(self)
+
+    def __str__(self) -> str:
+        """Return the report as a table of 80 columns, with the recommendation below."""
+        sentences = [textwrap.fill(sentence, WIDTH) for sentence in self.advice()]
+        return "\n\n".join([super().__str__(), *sentences])
 
     def stray(self) -> SiteReport | None:
         """Return the site whose layer is farthest from its norm; None if no error is known."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynorm.family import FAMILY
 from dynorm.report.colours import css_colors
-from dynorm.report.pictures import svg_picture
+from dynorm.report.pictures import svg_curve, svg_picture
 from dynorm.report.stats import FUNCTIONS
 from dynorm.table import Table, plain
 
@@ -31,6 +31,7 @@ def environment() -> "Environment":
     jinja = Environment(loader=PackageLoader("dynorm"), autoescape=select_autoescape(), **options)
     jinja.globals |= {
         "css_colors": css_colors,
+        "curve": lambda losses: Markup(svg_curve(losses)),
         "picture": lambda *parts: Markup(svg_picture(*parts)),
     }
     jinja.filters |= {

@@ -1,0 +1,50 @@
+"""The size and the latency of a model before and after its conversion."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynorm.batches import Batch, call
+from dynorm.guard import undisturbed
+
+_ROUNDS = 5
+
+
+def costs(original: nn.Module, model: nn.Module, batch: Batch) -> dict[str, dict[str, float]]:
+    """Return parameters, bytes and milliseconds per batch of the original and of the model.
+
+    The time is the median of five runs of each, which take turns, after one that is not counted.
+    """
+    models = {"original": original, "now": model}
+    times: dict[str, list[float]] = {"original": [], "now": []}
+    with undisturbed(original, evaluate=True), undisturbed(model, evaluate=True):
+        for number in range(_ROUNDS + 1):
+            for name, module in models.items():
+                seconds = _seconds(module, batch)
+                if number:
+                    times[name].append(seconds)
+    found = {}
+    for name, module in models.items():
+        # Tied parameters count once.
+        parameters = list(module.parameters())
+        found[name] = {
+            "parameters": sum(p.numel() for p in parameters),
+            "bytes": sum(p.numel() * p.element_size() for p in parameters),
+            "milliseconds": round(1000 * median(times[name]), 3),
+        }
+    return found
+
+
+def _seconds(model: nn.Module, batch: Any) -> float:
+    device = next(model.parameters()).device
+    begun = time.perf_counter()
+    with torch.no_grad():
+        call(model, batch)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begun

@@ -1,0 +1,64 @@
+"""Several reports of conversions in one table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dynorm.errors import ArgumentError, StorageError
+from dynorm.jobs.compare import compare_reports
+from dynorm.jobs.convert import convert_pretrained
+from dynorm.recipe import Recipe
+
+QUICK = Recipe(refine=2, held_out=16, max_length=16)
+
+
+def test_reports_are_rows_and_differing_options_columns(
+    encoder: Path,
+    texts: Path,
+    tmp_path: Path,
+    status: Callable[..., int | str | None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folders = [tmp_path / "four", tmp_path / "pure", tmp_path / "other"]
+    recipes = [QUICK, QUICK.changed(witnesses=0, refine=3), QUICK.changed(held_out=20)]
+    reports = []
+    for folder, recipe in zip(folders, recipes, strict=True):
+        reports.append(convert_pretrained(encoder, folder, recipe, texts=[texts]))
+    found = compare_reports([folders[0], folders[1] / "report.json"])
+    assert found.recipes == [
+        {"to": "dyisru", "witnesses": 4, "refine": 2},
+        {"to": "dyisru", "witnesses": 0, "refine": 3},
+    ]
+    cosines = [row["cosine_mean"] for row in found.figures]
+    assert cosines == pytest.approx([report.output.cosine_mean for report in reports[:2]])
+    assert found.remarks == []
+    assert "held-out samples differ" in str(compare_reports(folders[::2]))
+    assert status("compare", *folders[:2]) == 0
+    printed = capsys.readouterr().out
+    assert "2 conversions" in printed
+    assert f"{cosines[1]:.3f}" in printed
+    assert status("compare", *folders[:2], "--json") == 0
+    assert json.loads(capsys.readouterr().out)["recipes"] == found.recipes
+    # The page has the size and the latency, and the report a recommendation at its end.
+    page = (folders[0] / "report.html").read_text()
+    assert "Size and latency" in page
+    assert "Recommendation" in page
+    cost = reports[0].meta["cost"]
+    assert cost["now"]["bytes"] == 4 * cost["now"]["parameters"]
+    assert cost["now"]["parameters"] > cost["original"]["parameters"]
+    assert cost["now"]["milliseconds"] > 0
+
+
+def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    with pytest.raises(ArgumentError, match="at least two"):
+        compare_reports([file])
+    with pytest.raises(StorageError, match=r"must be the report.json of dynorm convert"):
+        compare_reports([file, file])
+    file.write_text("{}")
+    with pytest.raises(StorageError, match=r"must be the report.json of dynorm convert"):
+        compare_reports([tmp_path, tmp_path])
