@@ -324,6 +324,11 @@ class Recipe(Plain):
                     f"{name} must be left out with scale_channel: all norms of a stream with a "
                     "scale channel are replaced"
                 )
+        if self.to == AUTO or self.witnesses is not None:
+            raise ArgumentError(
+                "witnesses and to='auto' must be left out with scale_channel: the layers read the "
+                f"scale channel, got witnesses={self.witnesses} and to={self.to!r}"
+            )
 
     def _check_counts(self) -> None:
         least = {
@@ -389,8 +394,14 @@ class Recipe(Plain):
         for name in ("lean", "max_length", "batch", "calibration"):
             if getattr(self, name) is None:
                 values[name] = getattr(defaults, name)
-        if self.scale_channel and self.calibration is None:
-            values["calibration"] = max(defaults.calibration, SCALE_CHANNEL_SAMPLES)
+        if self.scale_channel:
+            # The layers read the channel, without a centre.
+            values["witnesses"] = None
+            values["center"] = False
+            if self.lean is None:
+                values["lean"] = 0.0
+            if self.calibration is None:
+                values["calibration"] = max(defaults.calibration, SCALE_CHANNEL_SAMPLES)
         return self.changed(**values)
 
 

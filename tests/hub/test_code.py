@@ -98,6 +98,21 @@ def shared() -> Any:
     return convert(transformers.AlbertModel(config), {"input_ids": tokens()})
 
 
+def classifier() -> Any:
+    """Return a head that makes its base model by AutoModel."""
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        num_labels=3,
+        **SIZES,
+    )
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    return convert(model, {"input_ids": tokens()})
+
+
 def half() -> Any:
     return witnessed(gpt2()).bfloat16()
 
@@ -114,6 +129,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "decoder with a scale channel": (with_scale_channel, "AutoModelForCausalLM"),
     "folded decoder": (folded, "AutoModelForCausalLM"),
     "decoder without norms": (linear_folded, "AutoModelForCausalLM"),
+    "decoder that classifies": (classifier, "AutoModelForSequenceClassification"),
     "encoder of images": (vision, "AutoModel"),
     "encoder with shared layers": (shared, "AutoModel"),
 }

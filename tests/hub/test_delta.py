@@ -61,6 +61,34 @@ def test_the_base_is_loaded_by_its_name(tmp_path: Path) -> None:
         load(tmp_path / "d")
 
 
+def test_every_value_of_the_base_is_compared(tmp_path: Path) -> None:
+    """A table of more values than a sample of them would hold."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Embedding(20_000, 8), nn.LayerNorm(8)).eval()
+    model = convert(copy.deepcopy(base), torch.randint(20_000, (64,)))
+    save(model, tmp_path / "d", base="own/model")
+    with torch.no_grad():
+        base[0].weight[2::3] += 1.0
+    with pytest.raises(ModelError, match="its weights are others"):
+        load(tmp_path / "d", base)
+
+
+@pytest.mark.parametrize("base", ["", 5])
+def test_a_base_that_is_no_name_is_refused(tmp_path: Path, base: Any) -> None:
+    with pytest.raises(ArgumentError, match="base must be"):
+        save(pair()[1], tmp_path / "d", base=base)
+    assert not (tmp_path / "d").exists()
+
+
+def test_the_folder_of_a_base_may_have_an_at_sign(tmp_path: Path) -> None:
+    folder = tmp_path / "a@b"
+    folder.mkdir()
+    save(pair()[1], tmp_path / "d", base=str(folder))
+    values = json.loads((tmp_path / "d" / "dynorm_delta.json").read_text())
+    assert values["base"] == str(folder)
+    assert values["revision"] is None
+
+
 def trained(base: nn.Sequential, model: nn.Module) -> nn.Module:
     with torch.no_grad():
         base[2].weight[0, 0] += 1.0

@@ -331,6 +331,21 @@ def test_the_fit_sees_random_tokens_in_place_of_some(
     torch.testing.assert_close(call.norm_output, expected)
 
 
+def test_the_norms_are_trained_or_not_as_before() -> None:
+    """A frozen embedding does not freeze them."""
+    model, batches, _ = tiny("llama")
+    model.get_input_embeddings().weight.requires_grad_(False)
+    model.model.norm.weight.requires_grad_(False)
+    dynorm.add_scale_channel_(model, batches, fixed=3)
+    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
+    trained = {}
+    for path, layer in dynorm_layers(model).items():
+        trained[path] = any(parameter.requires_grad for parameter in layer.parameters())
+    assert trained.pop("model.norm") is False
+    assert len(trained) == 4
+    assert all(trained.values())
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_second_channel_is_refused(name: str) -> None:
     """The rotation would mix the first channel, which the norms leave out, with the others."""

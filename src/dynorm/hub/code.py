@@ -153,4 +153,8 @@ def _source(model: PreTrainedModel, kinds: list[type]) -> str:
     for kind in kinds:
         source += _CLASS.format(name=_name(kind), part="PointwiseModel", stock=kind.__name__)
         source += f"\n    config_class = {_name(config)}\n"
+    if len(kinds) > 1:
+        # Some heads make their base model by AutoModel, which would ask for trust again.
+        base = _name(kinds[-1])
+        source += f"\n\ntransformers.AutoModel.register({_name(config)}, {base}, exist_ok=True)\n"
     return source

@@ -5,6 +5,7 @@ The file has checksums of the base's weights: the layers of one model are of no 
 
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def write_delta(model: nn.Module, changes: contents.Contents, folder: Path, base
         for name, tensor in layers[spec.paths[0]].state_dict().items():
             tensors[f"{spec.paths[0]}.{name}"] = tensor.contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    name, _, revision = base.partition("@")
+    name, revision = _split(base)
     values = {
         "format_version": contents.FORMAT_VERSION,
         "dynorm_version": version.__version__,
@@ -51,6 +52,19 @@ def write_delta(model: nn.Module, changes: contents.Contents, folder: Path, base
     }
     values["sha256"] = contents.checksum(values)
     (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _split(base: str | os.PathLike[str]) -> tuple[str, str]:
+    """Return the name of a base model and its revision, which may be empty."""
+    if not isinstance(base, str | os.PathLike) or not os.fspath(base):
+        raise ArgumentError(
+            f"base must be the folder or hub name of the model before its conversion, got {base!r}"
+        )
+    name = os.fspath(base)
+    if Path(name).exists():
+        return name, ""
+    name, _, revision = name.partition("@")
+    return name, revision
 
 
 def read_delta(folder: Path, model: nn.Module | None) -> nn.Module:
@@ -123,7 +137,7 @@ def _fingerprint(model: nn.Module) -> dict[str, list[int]]:
         if is_ours(module):
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            values = checksums(parameter)
+            values = checksums(parameter, complete=True)
             if values is not None:
                 fingerprint[f"{path}.{name}".lstrip(".")] = sorted(values)
     return fingerprint
@@ -140,7 +154,7 @@ def _require_base(model: nn.Module, fingerprint: dict[str, Any], values: dict[st
         raise ModelError(f"{must} it lacks {listed(sorted(missing))}: pass a model of its class")
     others = []
     for name, expected in fingerprint.items():
-        if differs(parameters[name], expected):
+        if differs(parameters[name], expected, complete=True):
             others.append(name)
     if others:
         raise ModelError(

@@ -153,4 +153,7 @@ def _recipe(recipe: Recipe | None, options: ModelFields) -> Recipe:
         )
     recipe = recipe.changed(**options)
     recipe.check()
+    if recipe.scale_channel and recipe.lean is None:
+        # Without a lean the rows are fitted to what the layers before them do.
+        recipe = recipe.changed(lean=0.0)
     return recipe

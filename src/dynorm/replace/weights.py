@@ -133,9 +133,10 @@ def _is_comparable(parameter: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
-def _sampled(parameter: Tensor) -> Tensor:
+def _values(parameter: Tensor, *, complete: bool) -> Tensor:
+    """Return a parameter's values, or without ``complete`` a sample of them, in float32."""
     flat = parameter.detach().reshape(-1)
-    step = max(flat.numel() // _SAMPLED, 1)
+    step = 1 if complete else max(flat.numel() // _SAMPLED, 1)
     return flat[::step].to("cpu", torch.float32)
 
 
@@ -143,11 +144,14 @@ def _checksum(values: Tensor) -> int:
     return zlib.crc32(values.contiguous().numpy().tobytes())
 
 
-def checksums(parameter: Tensor) -> frozenset[int] | None:
-    """Return the checksums of a parameter's values as they are, and rounded by casts."""
+def checksums(parameter: Tensor, *, complete: bool = False) -> frozenset[int] | None:
+    """Return the checksums of a parameter's values as they are, and rounded by casts.
+
+    They are of a sample of the values; with ``complete`` of all.
+    """
     if not _is_comparable(parameter):
         return None
-    values = _sampled(parameter)
+    values = _values(parameter, complete=complete)
     in_bfloat16 = values.bfloat16()
     casts = [
         values,
@@ -158,8 +162,8 @@ def checksums(parameter: Tensor) -> frozenset[int] | None:
     return frozenset(_checksum(cast) for cast in casts)
 
 
-def differs(parameter: Tensor, expected: Collection[int] | None) -> bool:
+def differs(parameter: Tensor, expected: Collection[int] | None, *, complete: bool = False) -> bool:
     """Return whether a parameter differs from that of the checksums; False if not comparable."""
     if expected is None or not _is_comparable(parameter):
         return False
-    return _checksum(_sampled(parameter)) not in expected
+    return _checksum(_values(parameter, complete=complete)) not in expected

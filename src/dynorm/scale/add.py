@@ -178,6 +178,7 @@ def add_scale_channel_(
     holders: list[Any] = list(model.modules())
     tensors = [*model.parameters(), *model.buffers()]
     with unchanged_on_error([*holders, *_config_of(model)], tensors):
+        is_trained = _trained_norms(model)
         not_folded = _fold_(model, args, kwargs)
         seen: set[str] = set()
         while True:
@@ -195,7 +196,7 @@ def add_scale_channel_(
                 # The stream before may have lost a direction.
                 now = [_outputs(model, batch) for batch in compared] if freed else before
                 require_same = partial(_require_same, model, compared, now)
-                freed.append(_edit_(model, stream, looked_at, count, require_same))
+                freed.append(_edit_(model, stream, looked_at, count, require_same, is_trained))
             else:
                 refused[stream.sites[0].path] = reason
         if not freed:
@@ -250,6 +251,16 @@ def _listed(reasons: dict[str, str]) -> str:
     return "; ".join(listed) or "no norm reads one"
 
 
+def _trained_norms(model: nn.Module) -> dict[str, bool]:
+    """Return, by its path, whether a module with parameters has one that is trained."""
+    trained = {}
+    for path, module in model.named_modules():
+        parameters = list(module.parameters(recurse=False))
+        if parameters:
+            trained[path] = any(parameter.requires_grad for parameter in parameters)
+    return trained
+
+
 def _fold_(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, str]:
     """Fold the norms into their neighbours; return those with a weight or bias left, with the reason."""
     report = fold_(model, *args, constants=False, add_bias=True, untie=True, **kwargs)
@@ -285,6 +296,7 @@ def _edit_(
     batches: list[Batch],
     fixed: int,
     require_same: Callable[[], None],
+    is_trained: dict[str, bool],
 ) -> FreedStream:
     """Give one stream a scale channel; ``require_same`` is called after its exact part."""
     norms = [model.get_submodule(site.path) for site in stream.sites]
@@ -314,7 +326,7 @@ def _edit_(
             device=weight.device,
             dtype=weight.dtype,
         )
-        layer.requires_grad_(weight.requires_grad)
+        layer.requires_grad_(is_trained.get(site.path, True))
         take_over_(layer, norm, None)
         writers = []
         for place in written:

@@ -180,7 +180,7 @@ def fill_tables_(stream: ResidualStream, channel: int, fixed: Sequence[int]) -> 
         return (rest + eps).clamp_min(0.0).sqrt()
 
     means = [table.mean(0) for table in tables]
-    mean_of_others = torch.stack(means).sum(0) - means[0]
+    mean_of_others = torch.stack([torch.zeros_like(means[0]), *means[1:]]).sum(0)
     first = root(tables[0] + mean_of_others)
     columns = [first]
     step = math.ceil(len(first) / _SAMPLES)
