@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.batches import call
-from dynorm.fit import calibrate, rows
-from dynorm.fit.lockstep import LayerCall
+from dynorm.fit import calibrate
 from dynorm.fold.check import Wide
 from dynorm.outputs import output_tensor
 from dynorm.replace.converted import dynorm_layers
-from dynorm.replace.swap import original_forward
 from dynorm.scale.edit import choose_basis, rotate_
 from dynorm.stream import find_streams
 
@@ -270,7 +267,6 @@ def test_the_layers_see_in_the_fit_the_channel_that_they_see_afterwards(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OPT flattens its tokens before some norms, so that features and tokens differ in shape."""
-    monkeypatch.setattr(rows, "_RANDOM_SHARE", 0.0)
     model, batches, _ = tiny(name)
     dynorm.add_scale_channel_(model, batches, fixed=3)
     dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
@@ -294,41 +290,6 @@ def test_the_layers_see_in_the_fit_the_channel_that_they_see_afterwards(
     assert len(after) == len(during) > 4
     for path, values in during.items():
         torch.testing.assert_close(after[path], values, msg=path)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-def test_the_fit_sees_random_tokens_in_place_of_some(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of them is a token of the table, at its place, and the layer's target is the norm of it."""
-    model, batches, _ = tiny(name)
-    dynorm.add_scale_channel_(model, batches, fixed=3)
-    dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
-    table = model.get_input_embeddings().weight.detach().clone()
-    calls: list[LayerCall] = []
-    fit_layer = calibrate._Group._fit_layer
-
-    def keep(group: Any, choice: Any, runs: Any, *rest: Any) -> None:
-        if not calls:
-            calls.append(replace(runs[0].call, x=runs[0].call.x.clone()))
-        fit_layer(group, choice, runs, *rest)
-
-    monkeypatch.setattr(calibrate._Group, "_fit_layer", keep)
-    dynorm.calibrate_(model, batches[:5], lean=0)
-    call = calls[0]
-    ids = batches[0]["input_ids"].flatten()
-    plain: list[Tensor] = []
-    hook = call.layer.register_forward_pre_hook(lambda layer, args: plain.append(args[0]))
-    logits(model, batches[0])
-    hook.remove()
-    change = call.x.flatten(0, -2) - plain[0].flatten(0, -2)
-    is_replaced = change.abs().amax(1) > 1e-6
-    assert 0.1 < is_replaced.double().mean() < 0.4
-    for token, difference in zip(ids[is_replaced], change[is_replaced], strict=True):
-        distances = (table - table[token] - difference).abs().amax(1)
-        assert distances.min() < 1e-5
-    expected = original_forward(call.layer, call.x)
-    torch.testing.assert_close(call.norm_output, expected)
 
 
 def test_the_norms_are_trained_or_not_as_before() -> None:

@@ -205,10 +205,6 @@ def calibrate_(
 
     A layer whose norm is not known, because the model was loaded with it, is left as it is.
 
-    With a scale channel, a quarter of the tokens enter the stream with the embedding of a random row
-    of the table, unless there is a ``lean``: rows that are fitted to real text alone lose the sizes
-    of tokens on text of another kind.
-
     Padding is left out where a batch is a dict with ``attention_mask`` or
     ``decoder_attention_mask`` (1 = token), ``src_key_padding_mask`` or ``tgt_key_padding_mask``
     (True = padding). The model is run in eval mode, without gradient; random states and buffers are
@@ -276,8 +272,7 @@ def calibrate_(
         fits: Fits = {}
         for _, layer, choice in sorted(choices, key=itemgetter(0)):
             fits[layer] = choice
-        # The original, which a lean compares with, runs on the tokens as they are.
-        rows = ScaleRows(model, fits, ranks, replaces_tokens=lean == 0)
+        rows = ScaleRows(model, fits, ranks)
         with unchanged_on_error([*fits, *rows.modules]), undisturbed(model, evaluate=True):
             used = _fit_groups(model, fits, rows, batches, ranks, lean)
         renew_modules_(rows.modules)
@@ -332,7 +327,7 @@ def _fit_groups(
     used = 0
     last_batch = None
     rows.clear_()
-    with stopping_at(fits), recording(rows.watched):
+    with stopping_at(fits), recording(rows.modules):
         while True:
             group = _Group(model, fits, lean, side_by_side, rows)
             try:
@@ -422,10 +417,6 @@ class _Run:
     def features(self, module: nn.Module) -> Tensor | None:
         """Return the input of a linear layer at its last call in this run, or None."""
         return self._converted.inputs.pop(module, None)
-
-    def renew_target(self) -> None:
-        """Compute the norm's output at the layer again, after its input was changed in place."""
-        self._converted.renew_target()
 
     def counted(self, x: Tensor) -> Tensor:
         """Return a value of the stream, or a feature, as (tokens, channels), without padding."""

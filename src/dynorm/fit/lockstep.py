@@ -11,7 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -100,13 +100,6 @@ class PausedRun:
             _set_random_states(outside)
         if self._error is not None:
             raise self._error
-
-    def renew_target(self) -> None:
-        """Compute the norm's output again, after the input of the layer was changed in place."""
-        assert self.call is not None
-        layer = self.call.layer
-        norm_output = original_forward(layer, self.call.x)
-        self.call = replace(self.call, norm_output=norm_output)
 
     def close(self) -> None:
         """End the run wherever it is, and free its tensors."""

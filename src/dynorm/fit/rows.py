@@ -24,10 +24,6 @@ from dynorm.replace.converted import replaced_by
 
 # The ridge, as a part of the mean square of the features.
 _RIDGE = 1e-3
-# The part of the tokens of the fit that get the embedding of a random token. Real text has few of a
-# table's rows, and only in their usual places. Rows that are fitted to it alone lose the size of
-# tokens on text of another kind, and the error grows from layer to layer.
-_RANDOM_SHARE = 0.25
 # The number of tokens whose products are summed in float32.
 _CHUNK_TOKENS = 4096
 # The least part of the sum that the channel should hold.
@@ -44,9 +40,6 @@ class Run(Protocol):
 
     def features(self, module: nn.Module) -> Tensor | None:
         """Return the input of a linear layer at its last call, or None."""
-
-    def renew_target(self) -> None:
-        """Compute the norm's output at the layer again, after its input was changed in place."""
 
     def counted(self, x: Tensor) -> Tensor:
         """Return a value of the stream, or a feature, as (tokens, channels), without padding."""
@@ -89,30 +82,6 @@ class _Writer:
         return self._scale * (features @ row + self._bias.to(features.dtype))
 
 
-class _Table:
-    """The embedding that a stream begins with, and random rows of it in place of some tokens'."""
-
-    def __init__(self, module: nn.Embedding, scale: float) -> None:
-        self.module = module
-        self._scale = scale
-        self._generator = torch.Generator("cpu").manual_seed(0)
-
-    def replace_some_(self, x: Tensor, ids: Tensor) -> None:
-        """Give some tokens of the stream ``x`` (*, C) the embedding of another token, in place."""
-        # On the CPU, so that the choice is the same on every device.
-        shape = ids.shape
-        generator = self._generator
-        rows = self.module.num_embeddings
-        uniform = torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32)
-        others = torch.randint(rows, shape, generator=generator, device="cpu", dtype=torch.int64)
-        table = self.module._parameters["weight"]
-        assert table is not None
-        change = self._scale * (table[others.to(ids.device)] - table[ids])
-        stays = uniform >= _RANDOM_SHARE
-        change[stays.to(ids.device)] = 0.0
-        x += change.reshape(x.shape).to(x.dtype)
-
-
 @dataclass
 class _Site:
     """One layer that reads the channel, and the writers since the layer before."""
@@ -120,7 +89,6 @@ class _Site:
     channel: ScaleChannel
     eps: float
     writers: list[_Writer]
-    table: "_Table | None" = None
     is_fitted: bool = False
 
     def wanted(self, x: Tensor) -> Tensor:
@@ -135,16 +103,8 @@ class _Site:
 class ScaleRows:
     """Fits the rows of the writers of scale channels, layer after layer."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Iterable[PointwiseNorm],
-        ranks: Ranks,
-        *,
-        replaces_tokens: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, layers: Iterable[PointwiseNorm], ranks: Ranks) -> None:
         self._ranks = ranks
-        self._replaces_tokens = replaces_tokens
         self._sites: dict[PointwiseNorm, _Site] = {}
         # Paths of the writers whose rows stay 0, because no token was followed through them.
         self.not_followed: list[str] = []
@@ -157,18 +117,7 @@ class ScaleRows:
             for writer in channel.writers:
                 module = model.get_submodule(writer.path)
                 writers.append(_Writer(module, writer.scale, channel.channel))
-            table = None
-            if channel.table is not None and self._replaces_tokens:
-                embedding = model.get_submodule(channel.table.path)
-                assert isinstance(embedding, nn.Embedding)
-                table = _Table(embedding, channel.table.scale)
-            self._sites[layer] = _Site(channel, norm.site.eps, writers, table)
-
-    @property
-    def watched(self) -> list[nn.Module]:
-        """The modules whose inputs must be recorded: the linear layers, and the embeddings."""
-        tables = [site.table.module for site in self._sites.values() if site.table is not None]
-        return [*self.modules, *tables]
+            self._sites[layer] = _Site(channel, norm.site.eps, writers)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -192,11 +141,7 @@ class ScaleRows:
         The rows are fitted once, to the first tokens: the runs that follow come with them.
         """
         site = self._sites.get(layer)
-        if site is None:
-            return
-        if site.table is not None:
-            _replace_some_tokens_(site.table, runs)
-        if site.is_fitted or not site.writers:
+        if site is None or site.is_fitted or not site.writers:
             return
         site.is_fitted = True
         inputs = []
@@ -254,18 +199,6 @@ class ScaleRows:
         # The layers' constants add up, so that one of them is enough.
         rows[-1][-1] = solution[-1]
         return rows, count > 0
-
-
-def _replace_some_tokens_(table: _Table, runs: Sequence[Run]) -> None:
-    """Give some tokens of the runs that wait at the first norm random embeddings."""
-    for run in runs:
-        ids = run.features(table.module)
-        assert run.call is not None
-        x = run.call.x
-        # The ids of a sum of embeddings may be broadcast over the batch; then nothing is replaced.
-        if ids is not None and ids.numel() * x.shape[-1] == x.numel():
-            table.replace_some_(x, ids)
-            run.renew_target()
 
 
 def _has_same_tokens(features: Tensor, x: Tensor) -> bool:

@@ -20,19 +20,6 @@ class RowWriter:
 
 
 @dataclass(frozen=True)
-class EntryTable:
-    """The embedding of tokens that a stream begins with.
-
-    Args:
-        path: the path of the embedding.
-        scale: the number that its rows are multiplied with.
-    """
-
-    path: str
-    scale: float
-
-
-@dataclass(frozen=True)
 class ScaleChannel:
     """The scale channel at one norm of a stream.
 
@@ -40,13 +27,11 @@ class ScaleChannel:
         channel: its position.
         fixed: the channels whose squares are read from the stream itself.
         writers: the layers that wrote into the stream since the norm before.
-        table: the embedding that wrote into it since the norm before, if one did.
     """
 
     channel: int
     fixed: tuple[int, ...]
     writers: tuple[RowWriter, ...]
-    table: EntryTable | None = None
 
     @property
     def witnesses(self) -> tuple[int, ...]:

@@ -24,7 +24,6 @@ from dynorm.replace.swap import swap_, take_over_
 from dynorm.scale.edit import (
     choose_basis,
     clear_last_,
-    entry_table,
     fill_tables_,
     rotate_,
     row_writer,
@@ -313,8 +312,6 @@ def _edit_(
     weight = stream.writers[0].weight.slot.tensor
     replacements: dict[nn.Module, nn.Module] = {}
     rows: dict[int, str] = {}
-    # The first norm is the one that the embedding feeds.
-    table = entry_table(stream)
     for site, norm, written in zip(stream.sites, norms, stream.written, strict=True):
         # The layer's weight is 1, and 0 in the channel.
         layer = RMSNorm(
@@ -336,8 +333,7 @@ def _edit_(
                 writers.append(writer)
                 if model.get_submodule(writer.path).bias is None:
                     give_bias_(model, writer.path)
-        set_scale_channel_(layer, ScaleChannel(channel, positions, tuple(writers), table))
-        table = None
+        set_scale_channel_(layer, ScaleChannel(channel, positions, tuple(writers)))
         replacements[norm] = layer
     swap_(model, replacements)
     return FreedStream(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dynorm.replace.channel import EntryTable, RowWriter
+from dynorm.replace.channel import RowWriter
 from dynorm.replace.edits import write_values_
 from dynorm.stream.channels import along
 from dynorm.stream.find import ResidualStream, Writer
@@ -138,24 +138,6 @@ def row_writer(writer: Writer) -> RowWriter | None:
     if writer.is_entry or writer.scale is None or not is_one or not is_linear(module):
         return None
     return RowWriter(slot.owners[0].paths[0], writer.scale)
-
-
-def entry_table(stream: ResidualStream) -> EntryTable | None:
-    """Return the embedding of tokens that a stream begins with, or None.
-
-    If the stream begins with a sum of embeddings, it is the one with the most rows.
-    """
-    largest: EntryTable | None = None
-    most_rows = 0
-    for writer in stream.writers:
-        slot = writer.weight.slot
-        module = slot.owners[0].module
-        if not writer.is_entry or not isinstance(module, nn.Embedding):
-            continue
-        if module.num_embeddings > most_rows:
-            most_rows = module.num_embeddings
-            largest = EntryTable(slot.owners[0].paths[0], writer.scale or 1.0)
-    return largest
 
 
 def is_linear(module: nn.Module) -> bool:
