@@ -1204,12 +1204,12 @@ def test_distributed_models(tmp_path: Any) -> None:
 def test_tensors_without_values() -> None:
     with pytest.raises(ModelError, match=r"0\.weight.*model\.to_empty"):
         find_norms(nn.Sequential(nn.LayerNorm(C, device="meta")), torch.randn(2, C))
-    with pytest.raises(ModelError, match=r"weight.*model"):
+    with pytest.raises(ModelError, match="'weight' is lazy"):
         find_norms(nn.LazyLinear(C), torch.randn(2, C))
 
 
 def test_examples_that_do_not_fit() -> None:
-    with pytest.raises(DataError, match=r"model.*example"):
+    with pytest.raises(DataError, match="run on the example"):
         find_norms(nn.Linear(C, C), torch.randn(2, C + 1))
     with pytest.raises(DataError, match="TypeError"):
         find_norms(nn.Linear(C, C))

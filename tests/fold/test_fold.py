@@ -583,7 +583,7 @@ class Branching(nn.Module):
 
 def test_what_cannot_be_traced_says_where_and_what_to_do(capfd: pytest.CaptureFixture[str]) -> None:
     model = shaken(Branching())
-    with pytest.raises(ModelError, match=r"torch\.where.*is_exporting"):
+    with pytest.raises(ModelError, match=r"test_fold\.py:\d+.*torch\.where.*is_exporting"):
         fold_(model, torch.randn(2, C).double())
     assert capfd.readouterr().out == ""
     assert "forward" not in model.norm.__dict__

@@ -577,7 +577,7 @@ def test_specs_rebuild_the_layers_in_a_fresh_model() -> None:
     assert not fresh.one.training
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(x), model(x))
-    with pytest.raises(ModelError, match=r"original.*norms"):
+    with pytest.raises(ModelError, match=r"norms.*one, left, right"):
         dynorm.restore_(fresh)
 
 
@@ -585,7 +585,7 @@ def test_specs_that_do_not_fit() -> None:
     specs = specs_of(converted(mlp(), torch.randn(5, C)))
     model = nn.Sequential(nn.LayerNorm(C))
     before = state(model)
-    with pytest.raises(ModelError, match=r"model.*norm"):
+    with pytest.raises(ModelError, match="norm at '1'"):
         apply_specs_(model, specs)
     assert state(model) == before
     with pytest.raises(ArgumentError, match=r"needs.*config"):

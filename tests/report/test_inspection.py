@@ -237,7 +237,7 @@ class TestErrors:
         model, batches = toy(), toy_batches()
         sites = dynorm.find_norms(model, batches[0])
         batches[1][3, 2] = math.nan
-        with pytest.raises(dynorm.errors.DataError, match=r"finite.*norm"):
+        with pytest.raises(dynorm.errors.DataError, match=r"finite.*'1'"):
             dynorm.inspect_norms(model, batches, sites=sites)
         assert not any(module._forward_hooks for module in model.modules())
 

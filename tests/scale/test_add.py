@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.batches import call
+from dynorm.errors import ModelError
 from dynorm.fit import calibrate
 from dynorm.fold.check import Wide
 from dynorm.outputs import output_tensor
@@ -290,6 +291,12 @@ def test_the_layers_see_in_the_fit_the_channel_that_they_see_afterwards(
     assert len(after) == len(during) > 4
     for path, values in during.items():
         torch.testing.assert_close(after[path], values, msg=path)
+
+
+def test_a_converted_model_is_refused() -> None:
+    model, batches = converted("llama, tied")
+    with pytest.raises(ModelError, match=r"model\.norm.*before convert_"):
+        dynorm.add_scale_channel_(model, batches)
 
 
 def test_the_norms_are_trained_or_not_as_before() -> None:

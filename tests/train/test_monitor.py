@@ -85,7 +85,7 @@ class TestMonitor:
             layer(torch.full((2, 4), 100.0))
             with pytest.warns(
                 dynorm.errors.CalibrationWarning,
-                match=r"saturates.*param_groups",
+                match=r"\'0\' saturates: 100%.*to 100.*param_groups",
             ):
                 monitor.read()
             layer(torch.full((2, 4), 100.0))

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from dynorm.arguments import check_count
 from dynorm.batches import Batch, arguments, call, iterate
-from dynorm.errors import DataError, ModelError
+from dynorm.errors import DataError, ModelError, listed
 from dynorm.fold.fold import fold_
 from dynorm.fold.report import FOLDED, NOTHING
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.outputs import output_tensor
 from dynorm.replace.channel import ScaleChannel, set_scale_channel_
+from dynorm.replace.converted import dynorm_layers
 from dynorm.replace.edits import give_bias_
 from dynorm.replace.swap import swap_, take_over_
 from dynorm.scale.edit import (
@@ -221,7 +222,13 @@ def _require_same(model: nn.Module, batches: Sequence[Batch], before: Sequence[T
 
 
 def _require_no_channel(model: nn.Module) -> None:
-    """Refuse a model with a scale channel: the second rotation would mix it with the others."""
+    """Refuse a converted model, and one with a scale channel: a second rotation would mix it with the others."""
+    converted = dynorm_layers(model)
+    if converted:
+        raise ModelError(
+            f"the model must have its norms, but {listed(converted)} are point-wise layers: call "
+            "add_scale_channel_ before convert_, on a copy of the original"
+        )
     for path, module in model.named_modules():
         if isinstance(module, RMSNorm) and module.without is not None:
             raise ModelError(
