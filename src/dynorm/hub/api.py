@@ -60,8 +60,9 @@ def save(
             ``dynorm.load`` does not load such a directory.
         base: the folder or hub name of the model before its conversion, with "@revision" if it is
             not the main one. The directory then has the layers and checksums of the other weights.
-        push_to_hub: the name of a repository, such as "user/model", to upload the directory to. It
-            is created if there is none.
+        push_to_hub: the name of a repository, such as "user/model", to upload the directory to, with
+            every file that is in it. If there is none, it is created, public or private as the
+            hub's settings say.
 
     Raises:
         ArgumentError: ``model`` is not a module.
