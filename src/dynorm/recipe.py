@@ -136,6 +136,17 @@ class ModelFields(TypedDict, total=False):
     keep_on_interrupt: bool
 
 
+class ConvertFields(TypedDict):
+    """The arguments of ``convert_`` after the model and its sites."""
+
+    to: Target | Sites
+    only: Globs
+    skip: Globs
+    per_channel: bool | None
+    center: bool
+    witnesses: int | None
+
+
 @dataclass(frozen=True)
 class Recipe(Plain):
     """How to convert a model: every option of a conversion, with its default.
@@ -362,6 +373,18 @@ class Recipe(Plain):
     def base(self) -> LayerOptions:
         """The options for the sites without theirs."""
         return LayerOptions(self.to, self.per_channel, self.center, self.witnesses)
+
+    @property
+    def convert_fields(self) -> ConvertFields:
+        """The arguments of ``convert_`` after the model and its sites."""
+        return ConvertFields(
+            to=self.target,
+            only=self.only,
+            skip=self.skip,
+            per_channel=self.per_channel,
+            center=self.center,
+            witnesses=self.witnesses,
+        )
 
     @property
     def target(self) -> Target | Sites:

@@ -105,16 +105,7 @@ def _converted_(
     args, kwargs = arguments(model, fit[0])
     sites = find_norms(model, *args, **kwargs)
     meta: dict[str, object] = {"recipe": recipe.filled_for(model).to_dict()}
-    convert_(
-        model,
-        sites,
-        recipe.target,
-        only=recipe.only,
-        skip=recipe.skip,
-        per_channel=recipe.per_channel,
-        center=recipe.center,
-        witnesses=recipe.witnesses,
-    )
+    convert_(model, sites, **recipe.convert_fields)
     try:
         calibrate_(model, fit, lean=recipe.lean, tolerance=recipe.tolerance)
         if recipe.refine:

@@ -102,17 +102,7 @@ def dry_run(
         job.original = copy.deepcopy(model)
     _, example = arguments(model, batches[len(batches) // 2])
     sites = find_norms(model, **example)
-    witnesses = None if job.has_default_witnesses else recipe.witnesses
-    converted = convert_(
-        model,
-        sites,
-        recipe.target,
-        only=recipe.only,
-        skip=recipe.skip,
-        per_channel=recipe.per_channel,
-        center=recipe.center,
-        witnesses=witnesses,
-    )
+    converted = convert_(model, sites, **job.layers.convert_fields)
     say("trying each stage on a few batches")
     with warnings.catch_warnings():
         # A few steps are too few to help, which does not matter here.

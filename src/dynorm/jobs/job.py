@@ -183,6 +183,12 @@ class Job:
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def layers(self) -> Recipe:
+        """The recipe for ``convert_``: witnesses that the user did not ask for are a limit."""
+        recipe: Recipe = self.recipe
+        return recipe.changed(witnesses=None) if self.has_default_witnesses else recipe
+
+    @property
     def calibration(self) -> list[Any]:
         """The samples on which the constants are fitted, site by site."""
         return self.inputs.fit[: self.recipe.calibration]
@@ -232,19 +238,8 @@ class Job:
                 f"{self.pretrained.source} must have norms, but they are converted already: "
                 "convert the original"
             )
-        # A number that the caller did not give is a limit, also for norms of fewer channels.
-        witnesses = None if self.has_default_witnesses else recipe.witnesses
         with self.stage("convert"):
-            converted = convert_(
-                model,
-                sites,
-                recipe.target,
-                only=recipe.only,
-                skip=recipe.skip,
-                per_channel=recipe.per_channel,
-                center=recipe.center,
-                witnesses=witnesses,
-            )
+            converted = convert_(model, sites, **self.layers.convert_fields)
         # The report has the table of the sites.
         self.say(converted.summary())
         self.details["refused"] = [site.to_dict() for site in converted.refused]

@@ -162,7 +162,10 @@ def fill_tables_(stream: ResidualStream, channel: int, fixed: Sequence[int]) -> 
         return (rest + eps).clamp_min(0.0).sqrt()
 
     means = [table.mean(0) for table in tables]
-    mean_of_others = torch.stack([torch.zeros_like(means[0]), *means[1:]]).sum(0)
+    # Without the first one, in which a row that no token uses may be infinite.
+    mean_of_others = means[0].new_zeros(means[0].shape)
+    for mean in means[1:]:
+        mean_of_others += mean
     first = root(tables[0] + mean_of_others)
     columns = [first]
     step = math.ceil(len(first) / _SAMPLES)
