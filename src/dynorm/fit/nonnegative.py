@@ -18,7 +18,7 @@ def nonnegative_least_squares(products: Tensor, targets: Tensor) -> Tensor:
 
     The method is Lawson and Hanson's active sets, on all problems side by side. Each round solves
     the equations of the unknowns that are free. If some would become negative, it goes only so far
-    that the first reaches 0, and holds that one at 0. Otherwise it frees the unknown at 0 that
+    that the first of them reaches 0, and holds at 0 those that are there. Otherwise it frees the unknown at 0 that
     lessens the error most. The error never grows, so a problem that runs out of rounds (5 for each
     unknown) still has a solution without negative values.
 

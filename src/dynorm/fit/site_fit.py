@@ -27,18 +27,19 @@ _DECADES = (-1.0, 3.0)
 _PER_DECADE = 4
 # With witnesses beta is only the rest of the sum, and is known better.
 _WITNESSED_DECADES = (-1.0, 1.0)
-# The least constant that is added to witnesses, as a part of the layer's typical sum. A token whose
+# With witnesses, beta is at least this part of the layer's typical sum. A token whose
 # witnesses are all small would come out of the layer too large, and in a pre-norm decoder larger
 # from layer to layer; a careful fit leaves it a larger constant.
 LEAST = 1e-4
 _CAREFUL = 0.3
 # Least squares shrinks outputs that it cannot predict, and site after site the shrinkage
-# multiplies. Half of it is given back, except to layers that do not repair those before them: they
-# should add less of the unknown part.
+# multiplies. So the slope is multiplied by |correlation|^-1/2, which undoes half of the shrinkage on
+# a log scale. A careful fit keeps it: its layers should add less of the unknown part.
 _GIVE_BACK = 0.5
 # This number of values stays in the cache of a CPU core.
 _CHUNK = 1 << 18
-_LEAN = 0.02
+# The same with a scale channel, which knows the sum better.
+_LEAST_WITH_CHANNEL = 0.02
 _TINY = torch.finfo(torch.float64).tiny
 # Name, class and whether it has witnesses. A linear layer folds away; with witnesses it leaves one
 # number per token.
@@ -185,7 +186,8 @@ class SiteFit:
                 first = self.tokens + sum(counts[: self._ranks.rank])
                 numbers = first + torch.arange(len(x), device=x.device, dtype=torch.float64)
             self._scales.update(x - self._center, numbers)
-        # The first tokens, and powers of two: at least half of all tokens are in the last sums.
+        # Choose again at the updates 1, 2, 4, 8 and so on. A choice starts new sums, so with equal
+        # updates at least half of all tokens are in them, except just after it.
         if self._updates & (self._updates - 1) == 0:
             self._choose_(x, y)
         self.tokens += sum(counts)
@@ -331,7 +333,7 @@ class SiteFit:
             # If the witnesses explain all, the constant would be 0. A small one stays so that its logarithm exists.
             least = (_CAREFUL if self._careful else LEAST) * beta
             if self._channel is not None:
-                least = _LEAN * beta
+                least = _LEAST_WITH_CHANNEL * beta
             beta = max(chosen.beta, least)
             low, high = _WITNESSED_DECADES
             if self._careful:

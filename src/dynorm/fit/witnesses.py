@@ -22,8 +22,9 @@ _WORTH = 0.02
 # can be missed.
 _LARGE = 0.2
 # A variance or a squared error below this part of the mean square is rounding, about 1e-6 of the
-# size; a sum below this part of a typical one counts as that part.
+# size.
 DEAD = 1e-12
+# A sum below this part of a typical one counts as that part.
 SMALL = 0.25
 # The report shows the errors with up to this number of channels, even if the layer gets fewer.
 _REPORTED = 4
@@ -286,7 +287,8 @@ class TokenScales:
         moment = token_moment(u, self._kind)
         alive = moment > DEAD * u.square().mean(1)
         total = u.shape[1] * (moment[alive, None] + self._eps)
-        # Otherwise the relative errors of padding or blank tokens would outweigh all others.
+        # Small sums are raised to the least one: the relative errors of padding or blank tokens would
+        # outweigh all others.
         return alive, total.clamp_min(self.least or 0.0)
 
     def _chunks(self, u: Tensor) -> Sequence[Tensor]:

@@ -96,6 +96,7 @@ class Check:
         errors = self.errors(model)
         error = max(errors, default=0.0)
         excess = None
+        allowed = self.tolerance
         if not error <= self.tolerance:
             excess = error
         if self._tolerance_is_ours and self._noises:
@@ -103,11 +104,12 @@ class Check:
             for one, noise in itertools.zip_longest(errors, self._noises, fillvalue=0.0):
                 if not one <= max(_NOISE_OF_ONE * noise, rounding):
                     excess = one
+                    allowed = max(_NOISE_OF_ONE * noise, rounding)
                     break
         if excess is not None:
-            inputs = "fresh random inputs" if self.fresh else "the example"
+            inputs = "the example or fresh random inputs" if self.fresh else "the example"
             raise ModelError(
-                f"the folded model's outputs must be the original's to {self.tolerance:.1e}, but "
+                f"the folded model's outputs must be the original's to {allowed:.1e}, but "
                 f"differ by {excess:.1e} on {inputs}; everything was put back. A branch that the "
                 "example does not take may read a norm, an operator may write into it in place, or "
                 "rounding needs a larger tolerance=; only= and skip= help to find the site"

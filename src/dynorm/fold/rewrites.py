@@ -45,7 +45,7 @@ def _choose_parts(fold: SiteFold, affine: bool, constants: bool) -> None:
         fold.factor = fold.weight
         fold.shift = fold.bias
     if fold.scale != 1 and (constants or affine) and fold.chosen:
-        # A weight without its scale would leave the multiplication in the layer.
+        # Move the scale too, or the layer still multiplies.
         scale = torch.full(
             fold.site.normalized_shape, fold.scale, dtype=torch.float64, device="cpu"
         )

@@ -1,8 +1,8 @@
 """Linear layers whose output is the residual stream: they go by rescaling the stream.
 
 Every value v of the stream is kept as v / d, with one factor d per channel. Readers multiply by d,
-and writers divide by it. A linear layer, y = a x + b, is the identity if d after it is a times d
-before it, so each d follows from the last one. Its constant goes into a bias before it, as b / a.
+and writers divide by it. A linear layer, y = a x + b, is the identity if d_after = a * d_before,
+so each d follows from the last one. Its constant goes into a bias before it, as b / a.
 """
 
 from collections.abc import Sequence

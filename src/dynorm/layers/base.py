@@ -87,9 +87,9 @@ class PointwiseNorm(nn.Module):
             argument and all but those below are explained at :class:`dynorm.DyISRU`.
         scale: the fixed factor in front; the value that the function tends to.
         dim: with several sizes, their axes (the last ones by default).
-        output_dtype: the dtype to return, as the names of those that it is promoted from, joined by
-            "+": "input", "weight" (with a weight), or a dtype such as "float32". "input+weight" is
-            the rule of Llama's RMSNorm; None returns the input's.
+        output_dtype: the dtypes whose promotion is returned, joined by "+": "input", "weight" (with a
+            weight), or a dtype such as "float32". "input+weight" is the rule of Llama's RMSNorm; None
+            returns the input's.
         weight_offset: added to ``weight``, in at least float32, before it multiplies: 1.0 for a
             norm whose factor is 1 + w, of which the layer then holds w with all its digits.
         device: where the parameters live; ``"meta"`` makes none.

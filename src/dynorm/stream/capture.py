@@ -86,7 +86,7 @@ def _owners(model: nn.Module) -> Owners:
 
 
 def _show_owners_(owners: Owners) -> None:
-    """Give each owner of a tied tensor an alias of it, so that the graph shows whose is used."""
+    """Give every owner of a tied tensor but the first an alias of it, so that the graph shows whose is used."""
     for tensor, holders in owners.items():
         for owner in holders[1:]:
             alias = tensor.detach()
@@ -122,7 +122,7 @@ def _exported(flat: "_Flat") -> "ExportedProgram":
 
 
 def _is_functional(node: Node) -> bool:
-    """Return whether a node writes into no other value, and contains no graph."""
+    """Return whether a node writes into no other value, and is not a subgraph."""
     if node.op != "call_function" or node.target is operator.getitem:
         return node.op != "get_attr"
     # A constant in the model's code is detached in place.
