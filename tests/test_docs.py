@@ -45,7 +45,7 @@ def test_the_first_snippet_runs_as_it_stands(
         exec(snippet, {})
     assert shown is not None
     assert is_shown(shown, capsys.readouterr().out)
-    assert (tmp_path / "converted" / "dynorm.json").exists()
+    assert (tmp_path / "saved" / "dynorm.json").exists()
 
 
 def exists(name: str) -> bool:

@@ -87,8 +87,14 @@ def train_step(model, batch):
         model.train()(**batch)
 """,
 }
-# Below: in two processes, or in a program that imports dynorm by itself.
-ELSEWHERE = {"docs/parallel.md", "docs/howto/processes.md", "docs/howto/programs.md"}
+# Below: in two processes, or in a program that imports dynorm by itself. In tests/hub: without
+# dynorm, or with a stand-in for the hub.
+ELSEWHERE = {
+    "docs/parallel.md",
+    "docs/howto/processes.md",
+    "docs/howto/programs.md",
+    "docs/howto/without-dynorm.md",
+}
 SLOW = {
     "docs/tutorial.md",
     "docs/howto/from-scratch.md",
