@@ -130,7 +130,7 @@ def _lines() -> list[str]:
     [calibrated] = [r for r in document["calibrated"] if (r["to"], r["tolerance"]) == key]
     [distilled] = [r for r in document["distilled"] if (r["to"], r["tolerance"]) == key]
     return _row(
-        f"the same, {calibrated['linear']} of 13 norms gone entirely",
+        f"the same, {calibrated['linear']} of 13 norms become lines, which `dynorm fold` then removes",
         "`dynorm convert MODEL OUT --to auto --steps 200`",
         "rank correlation of all pairs, 512 docstrings",
         calibrated=f"{calibrated['spearman']:.4f}",
