@@ -33,7 +33,7 @@ from dynorm.stream.find import ResidualStream, find_streams
 from dynorm.table import Column, Plain, Table
 
 # How many channels the layers read themselves by default, but at most a quarter of all.
-_FIXED = 64
+_FIXED = 128
 # The axes are chosen on this number of batches at most.
 _BATCHES = 8
 # In an exact edit the outputs may differ by rounding, relative to their size. In a float64 model a
@@ -136,7 +136,7 @@ def add_scale_channel_(
             quantized nor sharded.
         batches: real inputs, from which the axes are chosen, at most 8 batches.
         fixed: how many principal axes the layers read themselves, fewer than there are channels.
-            None means 64, but at most a quarter of the channels.
+            None means 128, but at most a quarter of the channels.
 
     Returns:
         A report with one row per stream, and the reasons for the streams that stay as they are.
