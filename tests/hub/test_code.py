@@ -26,7 +26,7 @@ transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
-def llama(**options: Any) -> Any:
+def llama(kind: str = "LlamaForCausalLM", **options: Any) -> Any:
     config = transformers.LlamaConfig(
         hidden_size=16,
         intermediate_size=32,
@@ -36,7 +36,7 @@ def llama(**options: Any) -> Any:
         **SIZES,
         **options,
     )
-    return transformers.LlamaForCausalLM(config).eval()
+    return getattr(transformers, kind)(config).eval()
 
 
 def with_scale_channel() -> Any:
@@ -100,16 +100,7 @@ def shared() -> Any:
 
 def classifier() -> Any:
     """Return a head that makes its base model by AutoModel."""
-    config = transformers.LlamaConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        num_labels=3,
-        **SIZES,
-    )
-    model = transformers.LlamaForSequenceClassification(config).eval()
+    model = llama("LlamaForSequenceClassification", num_labels=3)
     return convert(model, {"input_ids": tokens()})
 
 
