@@ -128,6 +128,18 @@ def unchanged_on_error(
         raise
 
 
+def edited_parts(model: nn.Module) -> list[Any]:
+    """Return the objects whose attributes an edit of a model's weights may change.
+
+    They are its modules, and the config of a model of transformers, which says what is tied.
+    """
+    parts: list[Any] = list(model.modules())
+    config = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        parts.append(config)
+    return parts
+
+
 @contextmanager
 def hooked(
     layers: Iterable[nn.Module], hook: Callable[..., object], **options: bool

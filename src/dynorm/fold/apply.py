@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dynorm.dtypes import DtypeRule
 from dynorm.fold.plan import Plan
 from dynorm.fold.site import SiteFold
-from dynorm.guard import unchanged_on_error
+from dynorm.guard import edited_parts, unchanged_on_error
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import identity
 from dynorm.replace.edits import ADDED_BIAS, parameter_like, untied, write_values_
@@ -25,12 +25,9 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
     tensors = [slot.tensor for slot in plan.new.values]
     for fold in plan.folds:
         tensors += [tensor for _, tensor, _ in fold.tensors]
-    holders: list[Any] = list(model.modules())
     config: Any = getattr(model, "config", None)
     is_tied = hasattr(config, "to_dict") and config.__dict__.get("tie_word_embeddings") is True
-    if is_tied:
-        holders.append(config)
-    with unchanged_on_error(holders, tensors):
+    with unchanged_on_error(edited_parts(model), tensors):
         _write_values_(plan)
         _neutralize_(plan)
         swap_(model, _replacements(plan))

@@ -15,7 +15,13 @@ from dynorm.batches import Batch, arguments, call, iterate
 from dynorm.errors import DataError, ModelError, listed
 from dynorm.fold.fold import fold_
 from dynorm.fold.report import FOLDED, NOTHING
-from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
+from dynorm.guard import (
+    edited_parts,
+    require_plain_model,
+    require_trainable,
+    unchanged_on_error,
+    undisturbed,
+)
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.outputs import output_tensor
 from dynorm.replace.channel import ScaleChannel, set_scale_channel_
@@ -175,9 +181,8 @@ def add_scale_channel_(
     _require_a_stream(find_streams(model, *args, untie=True, **kwargs))
     freed: list[FreedStream] = []
     refused: dict[str, str] = {}
-    holders: list[Any] = list(model.modules())
     tensors = [*model.parameters(), *model.buffers()]
-    with unchanged_on_error([*holders, *_config_of(model)], tensors):
+    with unchanged_on_error(edited_parts(model), tensors):
         is_trained = _trained_norms(model)
         not_folded = _fold_(model, args, kwargs)
         seen: set[str] = set()
@@ -235,11 +240,6 @@ def _require_no_channel(model: nn.Module) -> None:
                 f"the model must not have a scale channel yet, but {path!r} leaves one out: call "
                 "add_scale_channel_ once, on a copy of the original"
             )
-
-
-def _config_of(model: nn.Module) -> list[Any]:
-    config = getattr(model, "config", None)
-    return [config] if hasattr(config, "to_dict") else []
 
 
 def _require_a_stream(streams: Sequence[ResidualStream]) -> None:
