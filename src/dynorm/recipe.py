@@ -147,6 +147,27 @@ class ConvertFields(TypedDict):
     witnesses: int | None
 
 
+class RefineFields(TypedDict):
+    """The arguments of ``refine_`` after the model and its batches, without the steps."""
+
+    lr: float
+    bf16: bool
+
+
+class DistillFields(TypedDict):
+    """The arguments of ``distill_`` that a recipe has."""
+
+    steps: int | None
+    minutes: float | None
+    lr: float | None
+    seed: int
+    bf16: bool
+    accumulate: int
+    checkpoints: str | os.PathLike[str] | None
+    report_to: str | Iterable[str] | None
+    keep_on_interrupt: bool
+
+
 @dataclass(frozen=True)
 class Recipe(Plain):
     """How to convert a model: every option of a conversion, with its default.
@@ -384,6 +405,26 @@ class Recipe(Plain):
             per_channel=self.per_channel,
             center=self.center,
             witnesses=self.witnesses,
+        )
+
+    @property
+    def refine_fields(self) -> RefineFields:
+        """The arguments of ``refine_`` after the model and its batches, without the steps."""
+        return RefineFields(lr=self.refine_lr, bf16=self.bf16)
+
+    @property
+    def distill_fields(self) -> DistillFields:
+        """The arguments of ``distill_`` that a recipe has; 0 steps or minutes mean none."""
+        return DistillFields(
+            steps=self.steps or None,
+            minutes=self.minutes or None,
+            lr=self.lr,
+            seed=self.seed,
+            bf16=self.bf16,
+            accumulate=self.accumulate,
+            checkpoints=self.checkpoints,
+            report_to=self.report_to,
+            keep_on_interrupt=self.keep_on_interrupt,
         )
 
     @property

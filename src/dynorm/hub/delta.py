@@ -174,13 +174,14 @@ def _load_base(values: dict[str, Any], where: str) -> nn.Module:
     except ImportError:
         pass
     dtype = getattr(torch, str(values.get("dtype")), None)
-    if not hasattr(cls, "from_pretrained") or not isinstance(dtype, torch.dtype):
+    from_pretrained = getattr(cls, "from_pretrained", None)
+    if from_pretrained is None or not isinstance(dtype, torch.dtype):
         raise ArgumentError(
             f"{where} must be loaded into its base model, {_title(values)}, because {kind} is not a "
             "class of transformers: call dynorm.load(directory, model)"
         )
     try:
-        model = cls.from_pretrained(  # type: ignore[union-attr]
+        model = from_pretrained(
             values["base"], revision=values.get("revision") or "main", dtype=dtype
         )
     except (OSError, ValueError) as error:

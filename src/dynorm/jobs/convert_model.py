@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from dynorm.batches import Batch, arguments, iterate
 from dynorm.errors import ArgumentError, DataError
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
-from dynorm.guard import unchanged_on_error
+from dynorm.guard import edited_parts, unchanged_on_error
 from dynorm.recipe import ModelFields, Recipe
 from dynorm.replace import convert_, restore_
 from dynorm.report import ModelReport, measure
@@ -81,10 +81,7 @@ def convert_model(
     if not recipe.scale_channel:
         return _converted_(model, recipe, fit, tests, copy.deepcopy(model))
     original = copy.deepcopy(model)
-    holders: list[Any] = [*model.modules()]
-    if hasattr(getattr(model, "config", None), "to_dict"):
-        holders.append(model.config)
-    with unchanged_on_error(holders, [*model.parameters(), *model.buffers()]):
+    with unchanged_on_error(edited_parts(model), [*model.parameters(), *model.buffers()]):
         channel = add_scale_channel_(model, fit)
         # The edit turns the channels, so that sites can be compared with this copy only.
         edited = copy.deepcopy(model)
@@ -104,27 +101,15 @@ def _converted_(
     """Convert a model and measure it; ``original`` is a copy of it as it is now."""
     args, kwargs = arguments(model, fit[0])
     sites = find_norms(model, *args, **kwargs)
-    meta: dict[str, object] = {"recipe": recipe.filled_for(model).to_dict()}
+    filled = recipe.filled_for(model)
+    meta: dict[str, object] = {"recipe": filled.to_dict()}
     convert_(model, sites, **recipe.convert_fields)
     try:
-        calibrate_(model, fit, lean=recipe.lean, tolerance=recipe.tolerance)
+        calibrate_(model, fit, lean=filled.lean, tolerance=recipe.tolerance)
         if recipe.refine:
-            refine_(model, fit, steps=recipe.refine, lr=recipe.refine_lr, bf16=recipe.bf16)
+            refine_(model, fit, steps=recipe.refine, **recipe.refine_fields)
         if recipe.steps or recipe.minutes:
-            distilled = distill_(
-                model,
-                fit,
-                teacher=original,
-                steps=recipe.steps or None,
-                minutes=recipe.minutes or None,
-                lr=recipe.lr,
-                seed=recipe.seed,
-                bf16=recipe.bf16,
-                accumulate=recipe.accumulate,
-                checkpoints=recipe.checkpoints,
-                report_to=recipe.report_to,
-                keep_on_interrupt=recipe.keep_on_interrupt,
-            )
+            distilled = distill_(model, fit, teacher=original, **recipe.distill_fields)
             meta["stages"] = {"distill": distilled.to_dict()}
         report = measure(model, tests, original=original, fit_on=fit, seed=recipe.seed, meta=meta)
         report.meta["cost"] = costs(original, model, tests[0])
@@ -144,7 +129,4 @@ def _recipe(recipe: Recipe | None, options: ModelFields) -> Recipe:
         )
     recipe = recipe.changed(**options)
     recipe.check()
-    if recipe.scale_channel and recipe.lean is None:
-        # Without a lean the rows are fitted to what the layers before them do.
-        recipe = recipe.changed(lean=0.0)
     return recipe

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import copy
-import resource
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 import torch
 from torch import nn
 
-from dynorm.batches import Batch, arguments
+from dynorm.batches import Batch
 from dynorm.errors import CalibrationWarning
-from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.jobs.convert import require_point_wise
-from dynorm.jobs.job import CALIBRATION_BLOCKS, Job, JobOptions, Say, load_job
+from dynorm.jobs.job import Job, JobOptions, Say, load_job
 from dynorm.recipe import Recipe
-from dynorm.replace import ConversionReport, convert_
+from dynorm.replace import ConversionReport
 from dynorm.report import measure
-from dynorm.scale import add_scale_channel_
 from dynorm.table import Column, Plain, Table
 from dynorm.train.distill import distill_, distillation_rate
 
@@ -93,16 +91,8 @@ def dry_run(
     recipe = job.recipe
     if job.original is None:
         job.original = copy.deepcopy(model)
-    size = CALIBRATION_BLOCKS if job.pretrained.language_model or job.listener else None
-    batches = job.batches(job.calibration, recipe.seed, size)
-    seconds_of_edit: dict[str, float] = {}
-    if recipe.scale_channel:
-        seconds_of_edit["scale_channel"] = _timed(lambda: add_scale_channel_(model, batches))
-        # Only its norms read what the layers will read.
-        job.original = copy.deepcopy(model)
-    _, example = arguments(model, batches[len(batches) // 2])
-    sites = find_norms(model, **example)
-    converted = convert_(model, sites, **job.layers.convert_fields)
+    batches = job.calibration_batches()
+    converted = job.replace_norms_(batches)
     say("trying each stage on a few batches")
     with warnings.catch_warnings():
         # A few steps are too few to help, which does not matter here.
@@ -112,7 +102,7 @@ def dry_run(
         job.name,
         converted,
         recipe.to_dict(),
-        {name: round(value, 2) for name, value in (seconds_of_edit | seconds).items()},
+        {name: round(value, 2) for name, value in seconds.items()},
         _peak_memory(model),
         steps,
     )
@@ -124,13 +114,13 @@ def _expected(job: Job, batches: Sequence[Batch]) -> tuple[dict[str, float], int
     recipe = job.recipe
     few = list(batches[:_TRIED])
     seconds = {}
+    if recipe.scale_channel:
+        seconds["scale_channel"] = job.seconds["scale_channel"]
     tried = _timed(lambda: calibrate_(model, few, lean=recipe.lean, tolerance=recipe.tolerance))
     seconds["calibrate"] = tried * len(batches) / len(few)
     larger = list(job.batches(job.inputs.fit, recipe.seed)[:_TRIED])
     if recipe.refine:
-        tried = _timed(
-            lambda: refine_(model, larger, steps=len(larger), lr=recipe.refine_lr, bf16=recipe.bf16)
-        )
+        tried = _timed(lambda: refine_(model, larger, steps=len(larger), **recipe.refine_fields))
         seconds["refine"] = tried * recipe.refine / len(larger)
     steps = 0
     if recipe.steps or recipe.minutes:
@@ -142,7 +132,7 @@ def _expected(job: Job, batches: Sequence[Batch]) -> tuple[dict[str, float], int
         seconds["distill"] = recipe.minutes * 60 if recipe.minutes else steps * step
     tests = job.batches(job.inputs.held_out)
     first = [tests[0]]
-    tried = _timed(lambda: measure(model, first, original=job.original))
+    tried = _timed(lambda: measure(model, first, original=job.reference))
     seconds["measure"] = tried * len(tests)
     return seconds, steps
 
@@ -154,19 +144,18 @@ def _seconds_per_step(job: Job, batches: Sequence[Batch]) -> float:
     lr = recipe.lr or distillation_rate(model)
     times = []
     for steps in (1, 1 + _TRIED):
-        taken = _timed(
-            lambda steps=steps: distill_(  # type: ignore[misc]
-                model,
-                batches,
-                teacher=job.original,
-                steps=steps,
-                lr=lr,
-                bf16=recipe.bf16,
-                accumulate=recipe.accumulate,
-                quiet=True,
-            )
+        distill = partial(
+            distill_,
+            model,
+            batches,
+            teacher=job.reference,
+            steps=steps,
+            lr=lr,
+            bf16=recipe.bf16,
+            accumulate=recipe.accumulate,
+            quiet=True,
         )
-        times.append(taken)
+        times.append(_timed(distill))
     short, longer = times
     return max(longer - short, 1e-3) / _TRIED
 
@@ -182,6 +171,9 @@ def _peak_memory(model: nn.Module) -> int:
     device = next(model.parameters()).device
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
+    # Windows has no such module.
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # In bytes on macOS, else in KiB.
     return peak if sys.platform == "darwin" else peak * 1024

@@ -32,7 +32,7 @@ from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import read_texts, split_audio, split_texts, standard_library_docstrings
 from dynorm.ranks import Ranks
 from dynorm.recipe import REST, Recipe
-from dynorm.replace import convert_
+from dynorm.replace import ConversionReport, convert_
 from dynorm.replace.edits import is_changed
 from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
@@ -220,15 +220,22 @@ class Job:
             output = compare(self.pretrained.model, self.original, few)
             self.details[name]["output"] = asdict(output)
 
-    def convert_(self) -> None:
-        """Find the norms, replace them, and calibrate the new layers."""
-        model = self.pretrained.model
-        recipe = self.recipe
+    @property
+    def reference(self) -> Any:
+        """The model whose norms read what the layers read: the original, or that with a scale channel."""
+        return self.original if self.with_norms is None else self.with_norms
+
+    def calibration_batches(self) -> Batches:
+        """Return batches of the samples for the calibration."""
         size = None
         if self.pretrained.language_model or self.listener:
             size = CALIBRATION_BLOCKS
-        batches = self.batches(self.calibration, recipe.seed, size)
-        if recipe.scale_channel:
+        return self.batches(self.calibration, self.recipe.seed, size)
+
+    def replace_norms_(self, batches: Batches) -> ConversionReport:
+        """Find the norms and replace them; before that, free a scale channel if the recipe says so."""
+        model = self.pretrained.model
+        if self.recipe.scale_channel:
             self._add_scale_channel_(batches)
         with self.stage("find"):
             _, example = arguments(model, batches[len(batches) // 2])
@@ -239,7 +246,13 @@ class Job:
                 "convert the original"
             )
         with self.stage("convert"):
-            converted = convert_(model, sites, **self.layers.convert_fields)
+            return convert_(model, sites, **self.layers.convert_fields)
+
+    def convert_(self) -> None:
+        """Replace the norms, and calibrate the new layers."""
+        recipe = self.recipe
+        batches = self.calibration_batches()
+        converted = self.replace_norms_(batches)
         # The report has the table of the sites.
         self.say(converted.summary())
         self.details["refused"] = [site.to_dict() for site in converted.refused]
@@ -247,7 +260,9 @@ class Job:
             tracked = self.track(
                 self.ranks.share(batches), f"calibrating on {len(batches)} batches"
             )
-            fitted = calibrate_(model, tracked, lean=recipe.lean, tolerance=recipe.tolerance)
+            fitted = calibrate_(
+                self.pretrained.model, tracked, lean=recipe.lean, tolerance=recipe.tolerance
+            )
             self.details["calibrate"] = fitted.to_dict() | {"samples": len(self.calibration)}
         if any(site.errors for site in fitted.sites):
             self.say(str(fitted))
@@ -279,8 +294,7 @@ class Job:
                 self.pretrained.model,
                 _Tracked(batches, bar),
                 steps=steps,
-                lr=self.recipe.refine_lr,
-                bf16=self.recipe.bf16,
+                **self.recipe.refine_fields,
             )
             used = min(len(samples), steps * size * self.ranks.size)
             self.details["refine"] = refined.to_dict() | {"samples": used}
@@ -307,18 +321,10 @@ class Job:
             distilled = distill_(
                 self.pretrained.model,
                 batches,
-                teacher=self.original if self.with_norms is None else self.with_norms,
-                steps=recipe.steps or None,
-                minutes=recipe.minutes or None,
+                teacher=self.reference,
                 quiet=quiet,
-                lr=recipe.lr,
-                seed=recipe.seed,
-                bf16=recipe.bf16,
-                accumulate=recipe.accumulate,
-                checkpoints=recipe.checkpoints,
-                report_to=recipe.report_to,
-                keep_on_interrupt=recipe.keep_on_interrupt,
                 callbacks=callbacks,
+                **recipe.distill_fields,
             )
             self.details["distill"] = distilled.to_dict()
         if distilled.interrupted:
@@ -341,7 +347,7 @@ class Job:
             report = measure(
                 model,
                 self.track(self.batches(held_out), title),
-                original=self.original if self.with_norms is None else self.with_norms,
+                original=self.reference,
                 fit_on=self.batches(self.calibration),
                 seed=self.recipe.seed,
                 meta=meta,
