@@ -458,6 +458,8 @@ def _at_least(size: Tensor, least: Constant) -> Tensor:
 # The smallest normal number of float16, so that it stays a divisor after a conversion to it.
 _SMALLEST_UNIT = 2.0**-14
 
+# Up to this number of witnesses their squares are added one by one.
+_ONE_BY_ONE = 16
 _WitnessesAndGains = tuple[Tensor | None, Tensor | None]
 
 
@@ -527,12 +529,22 @@ def _shifted(
     last = tuple(range(-len(axes), 0))
     flat = u.movedim(axes, last).flatten(-len(axes))
     chosen = flat.index_select(-1, witnesses)
-    # One by one, so that there is no reduction, not even over the witnesses.
-    largest = reduce(torch.maximum, chosen.detach().abs().unbind(-1))
-    largest = largest.clamp_min(_SMALLEST_UNIT)
+    if chosen.shape[-1] > _ONE_BY_ONE:
+        largest = chosen.detach().abs().amax(-1).clamp_min(_SMALLEST_UNIT)
+    else:
+        # One by one, so that there is no reduction, not even over the witnesses.
+        largest = reduce(torch.maximum, chosen.detach().abs().unbind(-1))
+        largest = largest.clamp_min(_SMALLEST_UNIT)
     terms = (chosen / largest[..., None]).square()
     terms = terms if gain is None else terms * gain.to(u.dtype)
     one_per_token = [1 if axis in axes else n for axis, n in enumerate(z.shape)]
+    if chosen.shape[-1] > _ONE_BY_ONE:
+        total = _sum_of_many(terms, witnesses, channels if leave_one_out else 1)
+        if leave_one_out:
+            total = total.unflatten(-1, [z.shape[axis] for axis in axes]).movedim(last, axes)
+        else:
+            total = total.reshape(one_per_token)
+        return u, _WitnessSum(total, largest.reshape(one_per_token))
     squares = [term.reshape(one_per_token) for term in terms.unbind(-1)]
     if leave_one_out:
         normalized = [z.shape[axis] for axis in axes]
@@ -544,6 +556,22 @@ def _shifted(
         ]
     total = reduce(torch.add, squares)
     return u, _WitnessSum(total, largest.reshape(one_per_token))
+
+
+def _sum_of_many(terms: Tensor, witnesses: Tensor, channels: int) -> Tensor:
+    """Return the sum of many witnesses' terms (..., K) for each channel, (..., channels).
+
+    With one channel it is the sum of all. Otherwise a witness is left out of its own sum, which is
+    that of the terms before it and of those after it.
+    """
+    total = terms.sum(-1, keepdim=True)
+    if channels == 1:
+        return total
+    nothing = torch.zeros_like(total)
+    before = torch.cat([nothing, terms[..., :-1].cumsum(-1)], -1)
+    after = torch.cat([nothing, terms[..., 1:].flip(-1).cumsum(-1)], -1).flip(-1)
+    total = total.expand(*total.shape[:-1], channels)
+    return total.index_copy(-1, witnesses, before + after)
 
 
 def _affine(

@@ -433,7 +433,7 @@ class _Run:
         """Return the output of the fitted layer; for some tokens in a wrong size, if errors add up."""
         choice = self._fits[layer]
         y = choice.fit.layer.forward(x)
-        if self._lean > 0 or choice.fit.witnesses is None or choice.fit.has_scale_channel:
+        if self._lean > 0 or choice.fit.witnesses is None or choice.fit.is_sampled:
             return y
         uniform = _hash_of_tokens(choice.fit.layer, x, list(self._fits).index(layer))
         if uniform.shape not in self._in_wrong_size:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from dynorm import functional
 from dynorm.family import NAMES
-from dynorm.fit.witnesses import DEAD, SMALL, TokenScales, Witnesses
+from dynorm.fit.witnesses import DEAD, FEW, SMALL, TokenScales, Witnesses
 from dynorm.layers import AnnealedNorm, DyISRU, LinearControl, PointwiseNorm
 from dynorm.ranks import Ranks
-from dynorm.replace.channel import scale_channel_of
 from dynorm.replace.converted import Replaced
 from dynorm.replace.swap import take_over_
 from dynorm.theory import own_betas
@@ -32,14 +31,15 @@ _WITNESSED_DECADES = (-1.0, 1.0)
 # from layer to layer; a careful fit leaves it a larger constant.
 LEAST = 1e-4
 _CAREFUL = 0.3
+# The witnesses of a sample explain all of the sum, and beta is a part of it that must only be
+# positive.
+_LEAST_OF_SAMPLE = 1e-3
 # Least squares shrinks outputs that it cannot predict, and site after site the shrinkage
 # multiplies. So the slope is multiplied by |correlation|^-1/2, which undoes half of the shrinkage on
 # a log scale. A careful fit keeps it: its layers should add less of the unknown part.
 _GIVE_BACK = 0.5
 # This number of values stays in the cache of a CPU core.
 _CHUNK = 1 << 18
-# The same with a scale channel, which knows the sum better.
-_LEAST_WITH_CHANNEL = 0.02
 _TINY = torch.finfo(torch.float64).tiny
 # Name, class and whether it has witnesses. A linear layer folds away; with witnesses it leaves one
 # number per token.
@@ -128,7 +128,6 @@ class SiteFit:
             if weight is not None:
                 self._weight = weight.detach().to(torch.float64, copy=True).flatten()
                 self._has_bias = layer.bias is not None
-        self._channel = scale_channel_of(norm.module)
         self._betas: Tensor | None = None
         self._updates = 0
         self._weight_sum = 0.0
@@ -141,23 +140,16 @@ class SiteFit:
             self._scales = self._new_scales(layer.witness_channels, len(layer.witness_channels))
 
     @property
-    def has_scale_channel(self) -> bool:
-        """Whether the layer reads a scale channel."""
-        return self._channel is not None
+    def is_sampled(self) -> bool:
+        """Whether the witnesses are a sample of all channels."""
+        return self._most_witnesses > FEW
 
     def _new_scales(self, fixed: tuple[int, ...] | None, count: int) -> TokenScales:
-        robust_for = count if self._careful else 0
-        without = None if self._channel is None else self._channel.channel
+        sample = count if fixed is None and self.is_sampled else 0
+        robust_for = count if self._careful and not sample else 0
         return TokenScales(
-            self.kind, self.eps, fixed, self._ranks, robust_for=robust_for, without=without
+            self.kind, self.eps, fixed, self._ranks, robust_for=robust_for, sample=sample
         )
-
-    def _without_channel(self, x: Tensor) -> Tensor:
-        """Return tokens with 0 in the scale channel, which is not a part of the norm."""
-        if self._channel is None:
-            return x
-        channel = torch.tensor([self._channel.channel], device=x.device)
-        return x.index_fill(1, channel, 0.0)
 
     @torch.no_grad()
     def update(
@@ -259,7 +251,7 @@ class SiteFit:
         layer = self.layer
         logarithms = x.new_zeros(x.shape[1], dtype=torch.float64)
         count = 0
-        for chunk in self._chunks(self._without_channel(x)):
+        for chunk in self._chunks(x):
             spread = own_betas(chunk, self.kind, 0.0).amax(1)
             alive = chunk[spread > DEAD * chunk.square().sum(1)]
             beta = own_betas(alive, self.kind, self.eps)
@@ -331,12 +323,12 @@ class SiteFit:
         low, high = _DECADES
         if chosen.channels:
             # If the witnesses explain all, the constant would be 0. A small one stays so that its logarithm exists.
-            least = (_CAREFUL if self._careful else LEAST) * beta
-            if self._channel is not None:
-                least = _LEAST_WITH_CHANNEL * beta
-            beta = max(chosen.beta, least)
+            least = _CAREFUL if self._careful else LEAST
+            if self.is_sampled:
+                least = _LEAST_OF_SAMPLE
+            beta = max(chosen.beta, least * beta)
             low, high = _WITNESSED_DECADES
-            if self._careful:
+            if self._careful and not self.is_sampled:
                 low = 0.0
         self._betas = self._grid(low, high, x) * beta
         self.layer.fill_slope_(self._betas[self._closed_form])
@@ -402,7 +394,7 @@ class SiteFit:
         residual = (var_y - slope * cov).clamp_min(0)
         if not self._careful:
             # Least squares shrank the slope by |correlation|.
-            # A target that is 0, as in a scale channel, has no size to give back.
+            # A target that is 0 has no size to give back.
             ratio = torch.where(var_y > _TINY, var_f.clamp_min(0) / var_y.clamp_min(_TINY), 0.0)
             correlation = (slope.abs() * ratio.sqrt()).clamp(1e-2, 1)
             slope = slope * correlation**-_GIVE_BACK

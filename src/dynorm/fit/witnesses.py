@@ -1,4 +1,8 @@
-"""Choose the witnesses of a site: the few channels from whose squares a token's size can be estimated."""
+"""Choose the witnesses of a site: the few channels from whose squares a token's size can be estimated.
+
+Up to 16 are chosen one by one, each time the one that lessens the error most. More than 16 are a
+sample of all channels: see :class:`Sample`.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -29,6 +33,11 @@ SMALL = 0.25
 # The report shows the errors with up to this number of channels, even if the layer gets fewer.
 _REPORTED = 4
 _TINY = 1e-300
+# More witnesses than these are a sample.
+FEW = 16
+# How strongly the gains of a sample are drawn to those that estimate the sum without bias, as a part
+# of the mean square of its columns. A hundred times less or more changes little.
+_TOWARDS_UNBIASED = 1e-4
 # Rounds of new weights for the tokens, and the least ratio of estimate to sum that they look at.
 _ROUNDS = 2
 _LEAST_RATIO = 1e-6
@@ -86,6 +95,15 @@ class Gram:
         constant = channels.new_full((*channels.shape[:-1], 1), self.candidates)
         return torch.cat([channels, constant], -1)
 
+    def drawn_to(self, gains: Tensor) -> "Gram":
+        """Return the sums with a penalty on the squared distance of the gains from some others."""
+        strength = _TOWARDS_UNBIASED * self.products.diagonal()[:-1].mean()
+        products = self.products.clone()
+        products.diagonal()[:-1] += strength
+        targets = self.targets.clone()
+        targets[:-1] += strength * gains
+        return Gram(products, targets, self.weight)
+
     def solve(self, channels: Tensor) -> Tensor:
         """Return the gains and the constant of each row of channels, (rows, m), none negative: (rows, m + 1)."""
         columns = self.columns(channels)
@@ -115,6 +133,34 @@ class Gram:
             best = errors.index(min(errors))
             channels = tried[best]
             yield ChannelSet(channels, solutions[best])
+
+
+@dataclass(frozen=True)
+class Sample:
+    r"""Many witnesses: the largest channels, and some of all others that represent the rest.
+
+    Half of the witnesses are the channels with the largest part of the token's sum. The other half
+    are taken at equal distances from the rest, in the order of their parts. As for a poll, the error
+    of such a sample depends on its size and hardly on the text, and on how many channels there
+    are: n of N channels of like size estimate their sum to :math:`\sqrt{2 (1 - n / N) / n}`.
+    """
+
+    channels: Tensor  # (K), the largest first
+    gains: Tensor  # (K): 1 for the largest, and the number of channels that each other one represents
+
+    @classmethod
+    def of(cls, parts: Tensor, count: int) -> Self:
+        """Take ``count`` channels, given each one's mean part of the sum."""
+        order = parts.argsort(descending=True, stable=True)
+        largest = order[: count - count // 2]
+        rest = order[count - count // 2 :]
+        taken = count // 2
+        # The middle of each of that many equal pieces.
+        places = (torch.arange(taken, dtype=torch.float64, device=rest.device) + 0.5) / taken
+        sampled = rest[(places * len(rest)).long()]
+        represented = parts[rest].sum() / parts[sampled].sum().clamp_min(_TINY)
+        gains = torch.cat([torch.ones_like(parts[largest]), represented.expand(taken)])
+        return cls(torch.cat([largest, sampled]), gains)
 
 
 @dataclass(frozen=True)
@@ -158,8 +204,9 @@ class TokenScales:
     tokens of each update get weights that depend on how far the estimate is off. ``explained``
     stays that of the relative error.
 
-    With fixed ``channels`` only the gains are fitted. All ``ranks`` add their own tokens, at the
-    same time. A sum below ``least`` counts as that; None takes a quarter of the typical sum of this
+    With fixed ``channels`` only the gains are fitted. With ``sample``, more than 16, that many
+    channels are taken from the first tokens by :meth:`Sample.of`, and their gains are fitted, drawn a little to
+    those that make the estimate unbiased. All ``ranks`` add their own tokens, at the same time. A sum below ``least`` counts as that; None takes a quarter of the typical sum of this
     rank's first tokens.
     """
 
@@ -172,7 +219,7 @@ class TokenScales:
         *,
         least: float | None = None,
         robust_for: int = 0,
-        without: int | None = None,
+        sample: int = 0,
     ) -> None:
         self._kind = kind
         self._eps = eps
@@ -182,7 +229,8 @@ class TokenScales:
         self._seen = 0
         self.least = least
         self._robust_for = robust_for
-        self._without = without
+        self._sample = sample
+        self._unbiased: Tensor | None = None
         size = 1  # The first sums make it that of the candidates.
         if channels is not None:
             self._channels = torch.tensor(channels, device="cpu")
@@ -264,7 +312,10 @@ class TokenScales:
             self.least = SMALL * math.exp(float(logarithms) / count)
 
     def _choose_candidates(self, u: Tensor) -> None:
-        """Choose the channels whose part of the token's sum varies most, if a rank has a token with a spread."""
+        """Choose the channels to fit the gains of, if a rank has a token with a spread.
+
+        They are a sample, or those whose part of the token's sum varies most.
+        """
         # Of each channel's part: the sum, the sum of squares and the count.
         sums = u.new_zeros(3, u.shape[1], dtype=torch.float64)
         for chunk in self._chunks(u):
@@ -274,16 +325,21 @@ class TokenScales:
             sums[1] += parts.square().sum(0)
             sums[2] += len(parts)
         sums = self._ranks.summed(sums)
-        if sums[2].any():
-            mean = sums[0] / sums[2]
-            variance = sums[1] / sums[2] - mean * mean
-            self._channels = variance.topk(min(_CANDIDATES, u.shape[1])).indices
+        if not sums[2].any():
+            return
+        mean = sums[0] / sums[2]
+        if self._sample:
+            sample = Sample.of(mean, min(self._sample, len(mean)))
+            self._channels = sample.channels
+            self._unbiased = sample.gains.cpu()
+            self._fixed = True
+            return
+        variance = sums[1] / sums[2] - mean * mean
+        self._channels = variance.topk(min(_CANDIDATES, u.shape[1])).indices
 
     def _sums_of_tokens(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Return which tokens have a spread over their channels, and the norm's sums of these, (tokens, 1)."""
         u = u.double()
-        if self._without is not None:
-            u = u.index_fill(1, torch.tensor([self._without], device=u.device), 0.0)
         moment = token_moment(u, self._kind)
         alive = moment > DEAD * u.square().mean(1)
         total = u.shape[1] * (moment[alive, None] + self._eps)
@@ -313,7 +369,7 @@ class TokenScales:
             limit = 0
             sums = sums.sum(0).expand(2, -1, -1) / 2
             robust_sums = robust_sums.sum(0).expand(2, -1, -1) / 2
-        fitted = Gram.of(sums[0])
+        fitted = self._drawn(Gram.of(sums[0]))
         held_out = Gram.of(sums[1])
         nothing = torch.arange(0, device="cpu")
         errors = [held_out.error(nothing, fitted.solve(nothing[None])[0])]
@@ -338,7 +394,7 @@ class TokenScales:
                 if is_worth_it:
                     chosen = tried.channels
         # The channels are chosen; their gains may be fitted to all tokens.
-        everything = Gram.of(robust_sums[0] + robust_sums[1])
+        everything = self._drawn(Gram.of(robust_sums[0] + robust_sums[1]))
         solved: list[float] = everything.solve(chosen[None])[0].tolist()
         beta = solved.pop()
         channels = []
@@ -353,3 +409,7 @@ class TokenScales:
         # A larger set may ignore channels, so the error never increases with the count.
         explained = [1 - least / errors[0] for least in accumulate(errors, min)]
         return Witnesses(tuple(channels), tuple(gains), beta, tuple(explained))
+
+    def _drawn(self, gram: Gram) -> Gram:
+        """Return the sums for the fit of the gains: those of a sample are drawn to the unbiased ones."""
+        return gram if self._unbiased is None else gram.drawn_to(self._unbiased)
