@@ -188,26 +188,6 @@ def draws_table() -> str:
     return "\n".join(lines)
 
 
-def scale_channel_table() -> str:
-    """One row per number of fixed channels: divergence and agreement on each kind of text."""
-    kinds = ("docstrings", "reference", "licences", "random tokens")
-    lines = [
-        f"| fixed channels | their part of the sum | {' | '.join(kinds)} |",
-        "|---|---|" + "---|" * len(kinds),
-    ]
-    for row in load("scale_channel")["rows"]:
-        cells = [f"{row[kind]['kl']:.3f}, {row[kind]['agreement']:.0%}" for kind in kinds]
-        lines.append(f"| {row['fixed']} | {row['fixed_energy']:.0%} | {' | '.join(cells)} |")
-    witnesses = load("draws")["rows"]
-    cells = []
-    for kind in kinds:
-        # As many tokens as in the rows above.
-        summary = draws.summary(witnesses, 64, kind)
-        cells.append(f"{summary['mean']:.2f}")
-    lines.append(f"| none; 8 witnesses, mean of {summary['draws']} draws | | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def speech_table() -> str:
     """One row per stage of Whisper: its words and likeliest tokens beside the original's, and the right words."""
     found = load("speech")
@@ -536,7 +516,6 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "decoder": decoder_table,
         "draws": draws_table,
     },
-    "docs/scale-channel.md": {"scale_channel": scale_channel_table},
     "docs/models.md": models.TABLES,
     "docs/anneal.md": {"steps": steps_table},
     "docs/without-norms.md": {"auto": auto_table, "encrypted": encrypted_table},

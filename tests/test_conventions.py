@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import dynorm
 from dynorm.hub import as_stock
 from dynorm.quantize.int8 import find_readers
-from dynorm.stream import find_streams
 
 WIDTH = 8
 
@@ -78,13 +77,6 @@ def test_find_norms_and_fold(example: str) -> None:
     report = dynorm.fold_(model, *args, **kwargs)
     assert report.count("affine") == 1
     torch.testing.assert_close(model(**inputs()), expected)
-
-
-@every_example
-def test_find_streams(example: str) -> None:
-    args, kwargs = EXAMPLES[example]()
-    (stream,) = find_streams(build(), *args, **kwargs)
-    assert [site.path for site in stream.sites] == ["norm"]
 
 
 @every_example

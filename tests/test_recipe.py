@@ -88,7 +88,7 @@ def test_the_kind_of_a_model(build: Callable[[], nn.Module], expected: Defaults)
 
 @pytest.mark.parametrize(
     ("build", "batches", "per_channel", "witnesses", "lean"),
-    [(plain, rows, True, 4, 0.7), (bert, ids, True, 4, 0.7), (llama, ids, False, 8, 0.0)],
+    [(plain, rows, True, 4, 0.7), (bert, ids, True, 4, 0.7), (llama, ids, False, 5, 0.0)],
 )
 def test_verbs_without_options_are_the_recommended_ones(
     build: Callable[[], nn.Module],
@@ -277,7 +277,7 @@ def test_convert_model_refuses_what_is_not_a_recipe() -> None:
 
 def test_a_recipe_prints_its_options() -> None:
     lines = str(Recipe(only="a.*").filled(True)).splitlines()
-    assert any(line.split() == ["witnesses", "8"] for line in lines)
+    assert any(line.split() == ["witnesses", "128"] for line in lines)
     assert not any("minutes" in line for line in lines)
 
 

@@ -76,7 +76,6 @@ config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hi
 model = LlamaForCausalLM(config).eval()
 """,
     "docs/witnesses.md": GPT + "sites = dynorm.find_norms(model, **batch)",
-    "docs/scale-channel.md": TRAINED,
     "docs/anneal.md": GPT
     + """
 rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (16, 8))]

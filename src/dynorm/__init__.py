@@ -22,7 +22,6 @@ from dynorm.layers import Derf, DyISRU, DyT, LinearControl, param_groups
 from dynorm.recipe import Recipe
 from dynorm.replace import convert_, restore_
 from dynorm.report import inspect_norms, measure
-from dynorm.scale import add_scale_channel_
 from dynorm.train import AnnealSchedule, AnnealStart, finalize_, set_anneal_
 from dynorm.train.distill import distill_
 from dynorm.train.monitor import Monitor
@@ -39,7 +38,6 @@ __all__ = [
     "LinearControl",
     "Monitor",
     "Recipe",
-    "add_scale_channel_",
     "calibrate_",
     "convert_",
     "convert_model",

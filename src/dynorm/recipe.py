@@ -18,7 +18,7 @@ from typing import Any, Literal, TypedDict
 from torch import nn
 
 from dynorm.arguments import check_count, check_not_negative, check_positive, check_share
-from dynorm.errors import ArgumentError, ModelError, StorageError
+from dynorm.errors import ArgumentError, StorageError
 from dynorm.family import AUTO, NAMES, layer_class
 from dynorm.files import write_text
 from dynorm.layers import AnnealedNorm, PointwiseNorm
@@ -67,15 +67,13 @@ ENCODER = Defaults(
 0.7 is the best ``lean`` for all-MiniLM-L6-v2 (post-norm), without witnesses and with two. For
 SmolLM2-135M (pre-norm) 0 is by far the best.
 """
-# These three were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en.
-IMAGES = Defaults(batch=8, calibration=128, per_channel=False, lean=0.0, witnesses=8)
+# These three were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en. With 128 witnesses such a
+# model needs no training.
+IMAGES = Defaults(batch=8, calibration=128, per_channel=False, lean=0.0, witnesses=128)
 LANGUAGE = Defaults(
-    max_length=256, batch=4, calibration=24, per_channel=False, lean=0.0, witnesses=8
+    max_length=256, batch=4, calibration=24, per_channel=False, lean=0.0, witnesses=128
 )
-AUDIO = Defaults(batch=4, calibration=32, per_channel=False, lean=0.0, witnesses=8)
-
-SCALE_CHANNEL_SAMPLES = 128
-"""The least number of samples for a scale channel, which has a thousand numbers per writer to fit."""
+AUDIO = Defaults(batch=4, calibration=32, per_channel=False, lean=0.0, witnesses=128)
 
 
 def defaults_for(language_model: bool, noun: str = "texts") -> Defaults:
@@ -122,7 +120,6 @@ class ModelFields(TypedDict, total=False):
     witnesses: int | None
     lean: float | None
     tolerance: float
-    scale_channel: bool
     refine: int
     refine_lr: float
     steps: int | None
@@ -192,9 +189,6 @@ class Recipe(Plain):
             the pure function. None means 4 for an encoder, else 8.
         lean: as in :func:`calibrate_`. None means 0.7 for an encoder, else 0.
         tolerance: as in :func:`calibrate_`, for ``to="auto"``.
-        scale_channel: free a channel of each residual stream for the size of each token first, as
-            :func:`add_scale_channel_` does. The layers on the stream then read that channel instead
-            of witnesses.
         refine: steps that train the constants of all layers together; 0 for none.
         refine_lr: their learning rate, ``lr`` of :func:`refine_`.
         steps: steps of distillation, which trains all weights. None means none.
@@ -235,7 +229,6 @@ class Recipe(Plain):
     # Over the target's spread. 7 of the 13 norms of all-MiniLM-L6-v2 become lines, at no cost after
     # 200 steps of training; at 0.08 there are 10, for 0.001 of rank correlation.
     tolerance: float = 0.05
-    scale_channel: bool = False
     refine: int = 50
     refine_lr: float = 3e-3
     steps: int | None = None
@@ -321,11 +314,10 @@ class Recipe(Plain):
                 self.base.changed(options).check()
         self._check_counts()
         self._check_numbers()
-        for name in ("bf16", "keep_on_interrupt", "scale_channel"):
+        for name in ("bf16", "keep_on_interrupt"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ArgumentError(f"{name} must be True or False, got {value!r}")
-        self._check_scale_channel()
         if not isinstance(self.checkpoints, Path | None):
             raise ArgumentError(
                 f"checkpoints must be the path of a folder, or None, got {self.checkpoints!r}"
@@ -344,22 +336,6 @@ class Recipe(Plain):
             raise ArgumentError(
                 f"{' and '.join(unused)} must come with steps or minutes: without them nothing is "
                 "distilled"
-            )
-
-    def _check_scale_channel(self) -> None:
-        """Refuse options that would leave a norm on the stream: no row is fitted before one."""
-        if not self.scale_channel:
-            return
-        for name in ("only", "skip", "sites"):
-            if getattr(self, name):
-                raise ArgumentError(
-                    f"{name} must be left out with scale_channel: all norms of a stream with a "
-                    "scale channel are replaced"
-                )
-        if self.to == AUTO or self.witnesses is not None:
-            raise ArgumentError(
-                "witnesses and to='auto' must be left out with scale_channel: the layers read the "
-                f"scale channel, got witnesses={self.witnesses} and to={self.to!r}"
             )
 
     def _check_counts(self) -> None:
@@ -458,14 +434,6 @@ class Recipe(Plain):
         for name in ("lean", "max_length", "batch", "calibration"):
             if getattr(self, name) is None:
                 values[name] = getattr(defaults, name)
-        if self.scale_channel:
-            # The layers read the channel, without a centre.
-            values["witnesses"] = None
-            values["center"] = False
-            if self.lean is None:
-                values["lean"] = 0.0
-            if self.calibration is None:
-                values["calibration"] = max(defaults.calibration, SCALE_CHANNEL_SAMPLES)
         return self.changed(**values)
 
 
@@ -534,23 +502,17 @@ class LayerOptions:
                 f"{self.witnesses!r}"
             )
 
-    def with_scale_channel(self, witnesses: Sequence[int]) -> LayerOptions:
-        """Return the options for a site with a scale channel, which names the witnesses."""
-        if issubclass(self.kind, AnnealedNorm):
-            raise ModelError(
-                "a norm with a scale channel cannot be annealed, because the norm that an annealed "
-                "layer begins as reads all channels: convert to 'dyisru', and calibrate"
-            )
-        to = Recipe.to if self.is_auto else self.to
-        return replace(self, to=to, witnesses=witnesses, center=False)
-
-    def filled(self, defaults: Defaults) -> LayerOptions:
+    def filled(self, defaults: Defaults, channels: int | None = None) -> LayerOptions:
         """Return the options with the defaults for a kind of model in place of None.
 
-        An annealed layer, which is a norm that is trained, has one constant and no witnesses.
+        For a norm of a known number of channels the default number of witnesses is at most a third
+        of them. An annealed layer, which is a norm that is trained, has one constant and no
+        witnesses.
         """
         per_channel = defaults.per_channel
         witnesses = defaults.witnesses
+        if channels is not None:
+            witnesses = min(witnesses, max(channels // 3, ENCODER.witnesses))
         if issubclass(self.kind, AnnealedNorm):
             per_channel = False
             witnesses = 0

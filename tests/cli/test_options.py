@@ -33,8 +33,6 @@ OPTIONS: list[tuple[list[str], dict[str, Any]]] = [
     (["--seed", "12"], {"seed": 12}),
     (["--lr", "0.125"], {"lr": 0.125}),
     (["--bf16"], {"bf16": True}),
-    (["--scale-channel"], {"scale_channel": True}),
-    (["--no-scale-channel"], {"scale_channel": False}),
     (["--accumulate", "13"], {"accumulate": 13}),
     (["--report-to", "wandb"], {"report_to": ["wandb"]}),
     (["--keep-on-interrupt"], {"keep_on_interrupt": True}),

@@ -39,15 +39,13 @@ def llama(kind: str = "LlamaForCausalLM", **options: Any) -> Any:
     return getattr(transformers, kind)(config).eval()
 
 
-def with_scale_channel() -> Any:
-    """Return a decoder of which one norm is left, and that is without a channel."""
+def with_many_witnesses() -> Any:
+    """Return a decoder whose layers have more witnesses than are added one by one."""
     model = llama()
     batches = [{"input_ids": tokens()}]
-    dynorm.add_scale_channel_(model, batches, fixed=2)
-    sites = dynorm.find_norms(model, **batches[0])
-    dynorm.convert_(model, sites[:-1])
+    dynorm.convert_(model, dynorm.find_norms(model, **batches[0]), witnesses=17)
     dynorm.calibrate_(model, batches)
-    assert any(isinstance(m, RMSNorm) and m.without is not None for m in model.modules())
+    assert all(len(layer.witness_channels) == 17 for layer in dynorm_layers(model).values())
     return model
 
 
@@ -117,7 +115,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "encoder with a head, Derf": (lambda: bert("BertForMaskedLM", "derf"), "AutoModelForMaskedLM"),
     "decoder with witnesses": (lambda: witnessed(gpt2()), "AutoModelForCausalLM"),
     "decoder in bfloat16": (half, "AutoModelForCausalLM"),
-    "decoder with a scale channel": (with_scale_channel, "AutoModelForCausalLM"),
+    "decoder with many witnesses": (with_many_witnesses, "AutoModelForCausalLM"),
     "folded decoder": (folded, "AutoModelForCausalLM"),
     "decoder without norms": (linear_folded, "AutoModelForCausalLM"),
     "decoder that classifies": (classifier, "AutoModelForSequenceClassification"),

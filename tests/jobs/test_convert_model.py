@@ -163,44 +163,13 @@ def token_batches(count: int = 8) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": torch.randint(40, (4, 16), generator=generator)} for _ in range(count)]
 
 
-def test_with_a_scale_channel_the_outputs_are_compared_with_the_original() -> None:
-    model, original = small_decoder(), small_decoder()
-    batches = token_batches()
-    report = dynorm.convert_model(model, batches, refine=0, scale_channel=True)
-    assert report.meta["scale_channel"]["streams"][0]["channel"] == 15
-    assert all(15 in layer.witness_channels for layer in dynorm_layers(model).values())
-    assert len(report.sites) == 5
-    tests = batches[3::4]
-    with torch.no_grad():
-        # Nothing follows the last token.
-        before = torch.cat([original(**batch).logits[:, :-1] for batch in tests])
-        after = torch.cat([model(**batch).logits[:, :-1] for batch in tests])
-    before, after = before.log_softmax(-1), after.log_softmax(-1)
-    divergence = (before.exp() * (before - after)).sum(-1).mean()
-    assert report.output.kl == pytest.approx(float(divergence), rel=1e-3)
-
-
-def test_a_model_without_a_stream_stays_as_it_is_if_a_scale_channel_is_asked_for() -> None:
-    model, original = model_of(), model_of()
-    with pytest.raises(ModelError, match="residual stream"):
-        dynorm.convert_model(model, data(), scale_channel=True)
-    assert_close(model(data(1)[0]), original(data(1)[0]))
-
-
-def test_an_error_after_the_edit_puts_the_model_back() -> None:
+def test_an_error_in_the_fit_puts_the_model_back() -> None:
     model, original = small_decoder(), small_decoder()
     names = list(model.state_dict())
     batches = token_batches()
     batches[2] = {"input_ids": torch.full((4, 16), 99)}
     with pytest.raises(DataError):
-        dynorm.convert_model(model, batches, refine=0, scale_channel=True)
+        dynorm.convert_model(model, batches, refine=0)
     assert list(model.state_dict()) == names
     with torch.no_grad():
         assert_close(model(**batches[0]).logits, original(**batches[0]).logits)
-
-
-def test_a_scale_channel_needs_all_norms_of_a_stream() -> None:
-    with pytest.raises(ArgumentError, match="only must be left out"):
-        dynorm.convert_model(
-            small_decoder(), token_batches(), scale_channel=True, only="model.layers.0.*"
-        )

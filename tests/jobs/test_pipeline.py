@@ -115,31 +115,6 @@ def test_language_models_are_measured_by_their_loss(
     assert "Likeliest continuations" in (tmp_path / "out" / "report.html").read_text()
 
 
-@pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
-def test_a_model_with_a_scale_channel_is_measured_and_saved(
-    language_model: Path, texts: Path, tmp_path: Path
-) -> None:
-    recipe = Recipe(**{**vars(QUICK), "steps": 2, "scale_channel": True})
-    out = tmp_path / "out"
-    report = convert_pretrained(
-        language_model, out, recipe, texts=[texts], quiet=True, keep_original=True
-    )
-    streams = report.meta["stages"]["scale_channel"]["streams"]
-    assert [stream["channel"] for stream in streams] == [31]
-    assert len(report.sites) == 5
-    again = load_pretrained(out / "model").model
-    original = load_pretrained(out / "original").model
-    layers = dynorm_layers(again).values()
-    assert len(layers) == 5
-    assert all(layer.witness_channels[0] == 31 for layer in layers)
-    ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        logits = again(ids).logits
-        before = original(ids).logits
-    # A rotated stream that is read or written wrongly changes everything.
-    assert (logits - before).norm() < 0.3 * before.norm()
-
-
 def test_a_checkpoint_of_half_a_model_is_refused(
     language_model: Path, texts: Path, tmp_path: Path
 ) -> None:

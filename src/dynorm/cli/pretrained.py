@@ -169,17 +169,9 @@ def convert(
         typer.Option(
             help="Largest number of channels from which each layer may estimate the size of a "
             "token. With 0 a layer computes each channel from that channel only. "
-            "Default: 4 for an encoder of texts, else 8."
+            "Default: 4 for an encoder of texts, else 128, and at most a third of a norm's channels."
         ),
     ] = Recipe.witnesses,
-    scale_channel: Annotated[
-        bool,
-        typer.Option(
-            "--scale-channel/--no-scale-channel",
-            help="Free a channel of the residual stream in which the model keeps each token's "
-            "size. The layers read it instead of witnesses. For models with pre-norm blocks.",
-        ),
-    ] = Recipe.scale_channel,
     tolerance: Annotated[
         float,
         typer.Option(

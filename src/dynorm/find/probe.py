@@ -29,7 +29,6 @@ from dynorm.find.recover import (
 )
 from dynorm.find.tokens import named_tensors, plain_arithmetic
 from dynorm.guard import require_plain_model, undisturbed, writes_of
-from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import UNIT_LENGTH, NormSite
 
 ANOTHER_TENSOR = "takes another tensor along: gated or adaptive"
@@ -467,9 +466,6 @@ class _Search:
 
     def _recovered(self, seen: Observation) -> NormSite:
         """Return the site of a norm; NotANormError if the module is not one."""
-        if isinstance(seen.module, RMSNorm) and seen.module.without is not None:
-            # Its formula is known, and the trials below would see that a channel is left out.
-            return _placed(_site_without(seen.module), seen)
         try:
             site = _placed(self._recover(seen), seen)
         except NotANormError:
@@ -508,22 +504,6 @@ class _Search:
         if isinstance(site, NotANormError):
             raise site
         return site
-
-
-def _site_without(norm: RMSNorm) -> NormSite:
-    """Return the site of a norm that leaves a channel out."""
-    return NormSite(
-        "",
-        kind="rmsnorm",
-        dim=norm.dim,
-        normalized_shape=norm.normalized_shape,
-        eps=norm.norm_eps,
-        has_weight=norm.weight is not None,
-        has_bias=norm.bias is not None,
-        weight_name=None if norm.weight is None else "weight",
-        bias_name=None if norm.bias is None else "bias",
-        output_rule=None if norm.output_dtype is None else str(norm.output_dtype),
-    )
 
 
 def has_other_forward(module: nn.Module) -> bool:

@@ -17,8 +17,7 @@ from dynorm.arguments import check_not_negative, check_share
 from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks
 from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
-from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, recording, stopping_at
-from dynorm.fit.rows import ScaleRows
+from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, stopping_at
 from dynorm.fit.site_fit import SiteChoice
 from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
@@ -33,8 +32,6 @@ from dynorm.replace.converted import (
 )
 from dynorm.replace.original import Outputs
 from dynorm.replace.swap import swap_
-from dynorm.replace.weights import renew_modules_
-from dynorm.site import NormSite
 from dynorm.table import Column, Plain, Table
 
 Fits = dict[PointwiseNorm, SiteChoice]
@@ -46,8 +43,6 @@ _RUNS_AT_ONCE = 64
 # exp(sigma n), with n normal and this sigma.
 _WRONG_SIZES = 0.25
 _SIZE_ERROR = 0.2
-# Where the channels of a residual stream and of the features are.
-_LAST_AXIS = NormSite("")
 _GOLDEN = (math.sqrt(5) - 1) / 2
 # With fewer tokens the reported error is too small: the error on other tokens is some tenths larger
 # (measured with a LayerNorm and an RMSNorm of 64 channels).
@@ -240,8 +235,7 @@ def calibrate_(
 
     Warns:
         CalibrationWarning: a layer was reached by no batch, or only by inputs that are the same in
-            every channel; it keeps its constants. Or no token could be followed through a writer
-            of a scale channel; its row stays 0.
+            every channel; it keeps its constants.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -272,24 +266,14 @@ def calibrate_(
         fits: Fits = {}
         for _, layer, choice in sorted(choices, key=itemgetter(0)):
             fits[layer] = choice
-        rows = ScaleRows(model, fits, ranks)
-        with unchanged_on_error([*fits, *rows.modules]), undisturbed(model, evaluate=True):
-            used = _fit_groups(model, fits, rows, batches, ranks, lean)
-        renew_modules_(rows.modules)
+        with unchanged_on_error(fits), undisturbed(model, evaluate=True):
+            used = _fit_groups(model, fits, batches, ranks, lean)
     swap_(model, {layer: choice.settled() for layer, choice in fits.items()})
     unreached = [choice.path for choice in fits.values() if not choice.fit.tokens]
     if unreached:
         warnings.warn(
             f"kept the constants of {', '.join(unreached)}: no batch reached them, or only with "
             "inputs that are the same in every channel; give batches that use them",
-            CalibrationWarning,
-            stacklevel=2,
-        )
-    if rows.not_followed:
-        warnings.warn(
-            f"the rows of {', '.join(rows.not_followed)} for the scale channel stay 0, so that it "
-            "misses their changes: the model must call them as modules, on the tokens that the "
-            "next norm reads (nn.MultiheadAttention does not call its out_proj)",
             CalibrationWarning,
             stacklevel=2,
         )
@@ -313,7 +297,6 @@ def _report(choice: SiteChoice) -> SiteCalibration:
 def _fit_groups(
     model: nn.Module,
     fits: Fits,
-    rows: ScaleRows,
     batches: Iterable[Batch],
     ranks: Ranks,
     lean: float,
@@ -326,10 +309,9 @@ def _fit_groups(
     group_number = 0
     used = 0
     last_batch = None
-    rows.clear_()
-    with stopping_at(fits), recording(rows.modules):
+    with stopping_at(fits):
         while True:
-            group = _Group(model, fits, lean, side_by_side, rows)
+            group = _Group(model, fits, lean, side_by_side)
             try:
                 group.fill(remaining, used)
                 anybody_goes_on = BATCH in ranks.exchange(BATCH if group.runs else OVER)
@@ -414,15 +396,6 @@ class _Run:
             return x[:0], y[:0]
         return x, y
 
-    def features(self, module: nn.Module) -> Tensor | None:
-        """Return the input of a linear layer at its last call in this run, or None."""
-        return self._converted.inputs.pop(module, None)
-
-    def counted(self, x: Tensor) -> Tensor:
-        """Return a value of the stream, or a feature, as (tokens, channels), without padding."""
-        tokens = site_tokens(_LAST_AXIS, x, self._masks)
-        return tokens if self.counts else tokens[:0]
-
     def outputs(self, layer: PointwiseNorm) -> Tensor:
         """Return the outputs of a candidate for the layer on the layer's inputs, (tokens, C)."""
         assert self.call is not None
@@ -470,10 +443,7 @@ class _Run:
 class _Group:
     """Batches that go through the model side by side: a layer is fitted to all of them at once."""
 
-    def __init__(
-        self, model: nn.Module, fits: Fits, lean: float, side_by_side: bool, rows: ScaleRows
-    ) -> None:
-        self._rows = rows
+    def __init__(self, model: nn.Module, fits: Fits, lean: float, side_by_side: bool) -> None:
         self.runs: list[_Run] = []
         self._model = model
         self._fits = fits
@@ -520,7 +490,6 @@ class _Group:
             layer = list(self._fits)[place]
             ranks.require_same_place(self._fits[layer].path)
             here = [run for run in waiting if run.call and run.call.layer is layer]
-            self._rows.fit_(layer, here)
             self._fit_layer(self._fits[layer], here, weight, ranks)
             for run in here:
                 run.resume()

@@ -63,7 +63,6 @@ class PausedRun:
         self._batch = batch
         self._answer = answer
         # The input of each linear layer that is recorded, at its last call.
-        self.inputs: dict[nn.Module, Tensor] = {}
         self._error: BaseException | None = None
         self._closed = False
         self._over = False
@@ -162,21 +161,6 @@ def stopping_at(layers: Iterable[PointwiseNorm]) -> Iterator[None]:
         return run.stop_at(layer, args[0], norm_output)
 
     with hooked(layers, stop):
-        yield
-
-
-@contextmanager
-def recording(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Keep the last input of some modules in each :class:`PausedRun` that has an answer."""
-
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        run: PausedRun | None = getattr(_running, "run", None)
-        if run is not None and run.has_answer:
-            run.inputs[module] = (*args, *kwargs.values())[0]
-
-    with ExitStack() as stack:
-        for module in modules:
-            stack.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
         yield
 
 

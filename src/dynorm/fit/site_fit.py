@@ -265,7 +265,8 @@ class SiteFit:
             return
         self._typical = (sums[0] / sums[1]).mean().exp()
         if self._scales is not None:
-            self._scales.least = SMALL * float(self._typical)
+            smallest = _LEAST_OF_SAMPLE if self.is_sampled else SMALL
+            self._scales.least = smallest * float(self._typical)
         self._betas = self._grid(*_DECADES, x) * self._typical
         center = x.new_zeros(())
         # With witnesses 0 is the better start (measured: 0.004 of cosine): the bias takes the

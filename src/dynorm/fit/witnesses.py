@@ -96,12 +96,19 @@ class Gram:
         return torch.cat([channels, constant], -1)
 
     def drawn_to(self, gains: Tensor) -> "Gram":
-        """Return the sums with a penalty on the squared distance of the gains from some others."""
+        """Return the sums with a penalty on the squared distance of the gains from some others.
+
+        The constant is left out, because a sample explains all of the sum. A small token would come
+        out of the layer far too small with a constant that fits the others.
+        """
         strength = _TOWARDS_UNBIASED * self.products.diagonal()[:-1].mean()
         products = self.products.clone()
+        products[-1] = 0.0
+        products[:, -1] = 0.0
         products.diagonal()[:-1] += strength
         targets = self.targets.clone()
         targets[:-1] += strength * gains
+        targets[-1] = 0.0
         return Gram(products, targets, self.weight)
 
     def solve(self, channels: Tensor) -> Tensor:
@@ -139,19 +146,22 @@ class Gram:
 class Sample:
     r"""Many witnesses: the largest channels, and some of all others that represent the rest.
 
-    Half of the witnesses are the channels with the largest part of the token's sum. The other half
-    are taken at equal distances from the rest, in the order of their parts. As for a poll, the error
+    Half of the witnesses are the channels with the largest mean square of their part of the token's
+    sum: also those that are massive on a few tokens only. The other half are taken at equal
+    distances from the rest, in the same order. As for a poll, the error
     of such a sample depends on its size and hardly on the text, and on how many channels there
     are: n of N channels of like size estimate their sum to :math:`\sqrt{2 (1 - n / N) / n}`.
     """
 
     channels: Tensor  # (K), the largest first
-    gains: Tensor  # (K): 1 for the largest, and the number of channels that each other one represents
+    gains: (
+        Tensor  # (K): 1 for the largest, and the number of channels that each other one represents
+    )
 
     @classmethod
-    def of(cls, parts: Tensor, count: int) -> Self:
-        """Take ``count`` channels, given each one's mean part of the sum."""
-        order = parts.argsort(descending=True, stable=True)
+    def of(cls, parts: Tensor, squared_parts: Tensor, count: int) -> Self:
+        """Take ``count`` channels, given the means of each one's part of the sum and of its square."""
+        order = squared_parts.argsort(descending=True, stable=True)
         largest = order[: count - count // 2]
         rest = order[count - count // 2 :]
         taken = count // 2
@@ -204,10 +214,12 @@ class TokenScales:
     tokens of each update get weights that depend on how far the estimate is off. ``explained``
     stays that of the relative error.
 
-    With fixed ``channels`` only the gains are fitted. With ``sample``, more than 16, that many
-    channels are taken from the first tokens by :meth:`Sample.of`, and their gains are fitted, drawn a little to
-    those that make the estimate unbiased. All ``ranks`` add their own tokens, at the same time. A sum below ``least`` counts as that; None takes a quarter of the typical sum of this
-    rank's first tokens.
+    With fixed ``channels`` only the gains are fitted. With ``sample``, a number above 16, the
+    channels are a :class:`Sample` by the first tokens, and the gains are drawn a little to those that
+    make the estimate unbiased.
+
+    All ``ranks`` add their own tokens, at the same time. A sum below ``least`` counts as that; None
+    takes a quarter of the typical sum of this rank's first tokens.
     """
 
     def __init__(
@@ -329,7 +341,7 @@ class TokenScales:
             return
         mean = sums[0] / sums[2]
         if self._sample:
-            sample = Sample.of(mean, min(self._sample, len(mean)))
+            sample = Sample.of(mean, sums[1], min(self._sample, len(mean)))
             self._channels = sample.channels
             self._unbiased = sample.gains.cpu()
             self._fixed = True

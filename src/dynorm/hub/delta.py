@@ -18,7 +18,6 @@ from dynorm import version
 from dynorm.errors import ArgumentError, ModelError, StorageError, listed
 from dynorm.guard import unchanged_on_error
 from dynorm.hub import contents
-from dynorm.replace.channel import scale_channel_of
 from dynorm.replace.converted import dynorm_layers, is_ours, replaced_by
 from dynorm.replace.edits import added_biases, untied
 from dynorm.replace.specs import apply_specs_
@@ -116,11 +115,11 @@ def _require_only_layers(model: nn.Module, changes: contents.Contents) -> None:
             is_edited |= layer.weight is None
             continue
         was_folded = layer.weight is None and any(True for _ in replaced.module.parameters())
-        is_edited |= was_folded or scale_channel_of(replaced.module) is not None
+        is_edited |= was_folded
     if is_edited:
         raise ModelError(
             "a model to save as a change of its base must differ in its layers only, but it was "
-            f"folded or has a scale channel: {remedy}"
+            f"folded: {remedy}"
         )
     changed = changed_weights(model)
     if changed:

@@ -108,12 +108,26 @@ class PointwiseLayer(nn.Module):
             return total
         channels = torch.arange(u.shape[-1], device=u.device)
         gains = self.log_gain.to(u.dtype).exp()
+        if len(self.witnesses) > 16:
+            return self._sum_of_many(u, gains, leave_one_out)
         for gain, channel in zip(gains, self.witnesses, strict=True):
             square = gain * u[..., channel : channel + 1].square()
             if leave_one_out:
                 square = torch.where(channels == channel, 0.0, square)
             total = total + square
         return total
+
+    def _sum_of_many(self, u: Tensor, gains: Tensor, leave_one_out: bool) -> Tensor:
+        """Return the sum without a loop over the witnesses: those before and those after each one."""
+        positions = torch.tensor(self.witnesses, device=u.device)
+        squares = gains * u.index_select(-1, positions).square()
+        total = squares.sum(-1, keepdim=True)
+        if not leave_one_out:
+            return total
+        nothing = torch.zeros_like(total)
+        before = torch.cat([nothing, squares[..., :-1].cumsum(-1)], -1)
+        after = torch.cat([nothing, squares[..., 1:].flip(-1).cumsum(-1)], -1).flip(-1)
+        return total.expand_as(u).index_copy(-1, positions, before + after)
 
 
 class DyISRU(PointwiseLayer):
@@ -180,7 +194,7 @@ class Derf(DyT):
 
 
 class RootMeanSquareNorm(nn.Module):
-    """RMSNorm, with a bias, any channel axis, and a channel that counts as 0.
+    """RMSNorm, with a bias and any channel axis.
 
     Some programs replace any class by a kernel without these parts if its name ends in RMSNorm.
     """
@@ -196,13 +210,11 @@ class RootMeanSquareNorm(nn.Module):
         elementwise_affine: bool,
         bias: bool,
         dim: int = -1,
-        without: int | None = None,
         output_dtype: str = "input",
     ) -> None:
         super().__init__()
         self.norm_eps = norm_eps
         self.dim = dim
-        self.without = without
         self.output_dtype = output_dtype
         self.register_parameter("weight", _parameter(normalized_shape, 1.0, elementwise_affine))
         self.register_parameter("bias", _parameter(normalized_shape, 0.0, bias))
@@ -215,9 +227,6 @@ class RootMeanSquareNorm(nn.Module):
                 stored = tensor.dtype
         returned = _promoted(self.output_dtype, x.dtype, stored)
         z = x.to(torch.promote_types(x.dtype, torch.float32)).movedim(self.dim, -1)
-        if self.without is not None:
-            channels = torch.arange(z.shape[-1], device=z.device)
-            z = torch.where(channels == self.without, 0.0, z)
         y = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + self.norm_eps)
         if self.weight is not None:
             y = y * self.weight

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Unpack
 
 from torch import nn
@@ -11,13 +10,10 @@ from dynorm.batches import Batch, arguments, iterate
 from dynorm.errors import ArgumentError, DataError
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
-from dynorm.guard import edited_parts, unchanged_on_error
 from dynorm.recipe import ModelFields, Recipe
 from dynorm.replace import convert_, restore_
 from dynorm.report import ModelReport, measure
-from dynorm.report.conversion import compare
 from dynorm.report.cost import costs
-from dynorm.scale import add_scale_channel_
 from dynorm.train.distill import distill_
 
 
@@ -32,9 +28,8 @@ def convert_model(
     """Replace a model's norms, fit the new layers and measure the loss, in place and in one call.
 
     It is :func:`find_norms`, :func:`convert_`, :func:`calibrate_`, :func:`refine_`,
-    with :func:`distill_` if steps or minutes are given, and :func:`measure`. With
-    ``scale_channel=True`` it begins with :func:`add_scale_channel_`. If one of them fails, the
-    model is restored.
+    with :func:`distill_` if steps or minutes are given, and :func:`measure`. If one of them fails,
+    the model is restored.
 
     Args:
         model: any module that is neither compiled nor wrapped.
@@ -54,8 +49,7 @@ def convert_model(
     Raises:
         ArgumentError: an option is unknown or outside its domain.
         DataError: there are fewer than two batches, or the model does not take them.
-        ModelError: the model has no norm to replace, or cannot be converted; or it cannot have a
-            scale channel (the message has the reason).
+        ModelError: the model has no norm to replace, or cannot be converted.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
@@ -78,27 +72,7 @@ def convert_model(
             "there must be batches to fit on and others to measure on, got 1: give more, or "
             "held_out="
         )
-    if not recipe.scale_channel:
-        return _converted_(model, recipe, fit, tests, copy.deepcopy(model))
     original = copy.deepcopy(model)
-    with unchanged_on_error(edited_parts(model), [*model.parameters(), *model.buffers()]):
-        channel = add_scale_channel_(model, fit)
-        # The edit turns the channels, so that sites can be compared with this copy only.
-        edited = copy.deepcopy(model)
-        report = _converted_(model, recipe, fit, tests, edited)
-        # The direction that became the channel is a loss too.
-        output = compare(model, original, tests)
-    return replace(report, output=output, meta=report.meta | {"scale_channel": channel.to_dict()})
-
-
-def _converted_(
-    model: nn.Module,
-    recipe: Recipe,
-    fit: list[Batch],
-    tests: list[Batch],
-    original: nn.Module,
-) -> ModelReport:
-    """Convert a model and measure it; ``original`` is a copy of it as it is now."""
     args, kwargs = arguments(model, fit[0])
     sites = find_norms(model, *args, **kwargs)
     filled = recipe.filled_for(model)

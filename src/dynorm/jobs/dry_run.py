@@ -114,8 +114,6 @@ def _expected(job: Job, batches: Sequence[Batch]) -> tuple[dict[str, float], int
     recipe = job.recipe
     few = list(batches[:_TRIED])
     seconds = {}
-    if recipe.scale_channel:
-        seconds["scale_channel"] = job.seconds["scale_channel"]
     tried = _timed(lambda: calibrate_(model, few, lean=recipe.lean, tolerance=recipe.tolerance))
     seconds["calibrate"] = tried * len(batches) / len(few)
     larger = list(job.batches(job.inputs.fit, recipe.seed)[:_TRIED])
@@ -132,7 +130,7 @@ def _expected(job: Job, batches: Sequence[Batch]) -> tuple[dict[str, float], int
         seconds["distill"] = recipe.minutes * 60 if recipe.minutes else steps * step
     tests = job.batches(job.inputs.held_out)
     first = [tests[0]]
-    tried = _timed(lambda: measure(model, first, original=job.reference))
+    tried = _timed(lambda: measure(model, first, original=job.original))
     seconds["measure"] = tried * len(tests)
     return seconds, steps
 
@@ -148,7 +146,7 @@ def _seconds_per_step(job: Job, batches: Sequence[Batch]) -> float:
             distill_,
             model,
             batches,
-            teacher=job.reference,
+            teacher=job.original,
             steps=steps,
             lr=lr,
             bf16=recipe.bf16,

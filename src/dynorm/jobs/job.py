@@ -38,7 +38,6 @@ from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
 from dynorm.report.cost import costs
 from dynorm.report.records import Continuation
-from dynorm.scale import add_scale_channel_
 from dynorm.site import as_globs
 from dynorm.train.distill import FEW, distill_
 
@@ -177,8 +176,6 @@ class Job:
     listener: Listener | None = None
     # The number of witnesses is the default for the kind of model, not the user's.
     has_default_witnesses: bool = False
-    # The original with a scale channel, if it has one: its norms read what the layers read.
-    with_norms: Any = None
     seconds: dict[str, float] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -220,11 +217,6 @@ class Job:
             output = compare(self.pretrained.model, self.original, few)
             self.details[name]["output"] = asdict(output)
 
-    @property
-    def reference(self) -> Any:
-        """The model whose norms read what the layers read: the original, or that with a scale channel."""
-        return self.original if self.with_norms is None else self.with_norms
-
     def calibration_batches(self) -> Batches:
         """Return batches of the samples for the calibration."""
         size = None
@@ -233,10 +225,8 @@ class Job:
         return self.batches(self.calibration, self.recipe.seed, size)
 
     def replace_norms_(self, batches: Batches) -> ConversionReport:
-        """Find the norms and replace them; before that, free a scale channel if the recipe says so."""
+        """Find the norms and replace them."""
         model = self.pretrained.model
-        if self.recipe.scale_channel:
-            self._add_scale_channel_(batches)
         with self.stage("find"):
             _, example = arguments(model, batches[len(batches) // 2])
             sites = find_norms(model, **example)
@@ -266,15 +256,6 @@ class Job:
             self.details["calibrate"] = fitted.to_dict() | {"samples": len(self.calibration)}
         if any(site.errors for site in fitted.sites):
             self.say(str(fitted))
-
-    def _add_scale_channel_(self, batches: Batches) -> None:
-        """Free a channel of each stream, and keep the model as it is then for the comparison of sites."""
-        model = self.pretrained.model
-        with self.stage("scale_channel"):
-            report = add_scale_channel_(model, batches)
-        self.say(str(report))
-        self.details["scale_channel"] = report.to_dict()
-        self.with_norms = copy.deepcopy(model)
 
     def refine_(self) -> None:
         """Refine all constants together."""
@@ -321,7 +302,7 @@ class Job:
             distilled = distill_(
                 self.pretrained.model,
                 batches,
-                teacher=self.reference,
+                teacher=self.original,
                 quiet=quiet,
                 callbacks=callbacks,
                 **recipe.distill_fields,
@@ -347,15 +328,11 @@ class Job:
             report = measure(
                 model,
                 self.track(self.batches(held_out), title),
-                original=self.reference,
+                original=self.original,
                 fit_on=self.batches(self.calibration),
                 seed=self.recipe.seed,
                 meta=meta,
             )
-            if self.with_norms is not None:
-                # The direction that became the channel is a loss too.
-                output = compare(model, self.original, self.batches(held_out))
-                report = replace(report, output=output)
         if self.pretrained.language_model:
             with self.stage("continue"):
                 report = replace(report, continuations=self.continuations())

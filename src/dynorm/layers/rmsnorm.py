@@ -12,7 +12,6 @@ from dynorm.arguments import (
     check_dim,
     check_not_negative,
     check_shape,
-    check_witnesses,
     upcast,
 )
 from dynorm.dtypes import DtypeRule
@@ -32,8 +31,6 @@ class RMSNorm(nn.Module):
         elementwise_affine: has a ``weight``.
         bias: has a ``bias``.
         dim: the channel axis, -1 or any other (1 for channels-first).
-        without: a channel that counts as 0, in the sum of squares and in the output; None for no
-            such channel. With a scale channel the stream keeps a number of its own there.
         output_dtype: the rule of the output's dtype, as for the point-wise layers; None for the
             input's.
         device: where the parameters live.
@@ -66,7 +63,6 @@ class RMSNorm(nn.Module):
         bias: bool = False,
         *,
         dim: int = -1,
-        without: int | None = None,
         output_dtype: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -78,9 +74,6 @@ class RMSNorm(nn.Module):
         checked = check_dim(dim, self.normalized_shape)
         assert isinstance(checked, int)
         self.dim = checked
-        if without is not None:
-            (without,) = check_witnesses((without,), self.normalized_shape[0])
-        self.without = without
         self.norm_eps = check_not_negative("norm_eps", norm_eps)
         self.output_dtype = None if output_dtype is None else DtypeRule(output_dtype)
         weight = torch.ones(self.normalized_shape, device=device, dtype=dtype)
@@ -106,9 +99,6 @@ class RMSNorm(nn.Module):
                 f"{tuple(x.shape)}"
             )
         returned = self._returned_dtype(x.dtype)
-        if self.without is not None:
-            channel = torch.tensor([self.without], device=x.device)
-            x = x.index_fill(self.dim, channel, 0.0)
         if self.dim not in (-1, x.ndim - 1):
             wide = x.to(torch.promote_types(x.dtype, returned))
             y = functional.rms_norm(wide, self.weight, self.bias, self.norm_eps, self.dim)
@@ -136,8 +126,6 @@ class RMSNorm(nn.Module):
             "bias": self.bias is not None,
             "dim": self.dim,
         }
-        if self.without is not None:
-            config["without"] = self.without
         if self.output_dtype is not None:
             config["output_dtype"] = str(self.output_dtype)
         return config
@@ -148,6 +136,4 @@ class RMSNorm(nn.Module):
         parts += [f"elementwise_affine={self.weight is not None}", f"bias={self.bias is not None}"]
         if self.dim != -1:
             parts.append(f"dim={self.dim}")
-        if self.without is not None:
-            parts.append(f"without={self.without}")
         return ", ".join(parts)

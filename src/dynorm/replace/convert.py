@@ -19,7 +19,6 @@ from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.recipe import REST, LayerOptions, Recipe, Sites, Target, defaults_of
 from dynorm.recipe import Globs as Globs
-from dynorm.replace.channel import scale_channel_of
 from dynorm.replace.converted import Replaced, dynorm_layers, is_ours, replaced_by
 from dynorm.replace.swap import original_, swap_, take_over_, tensor_like
 from dynorm.replace.weights import forget_weights_, remember_weights_
@@ -214,17 +213,9 @@ def convert_(
     for site in replaceable:
         options = options_by_path[site.path]
         assert options is not None
-        options = options.filled(defaults)
+        options = options.filled(defaults, math.prod(site.normalized_shape))
         norm = _norm_at(modules, site)
         like = tensor_like(norm, model)
-        channel = scale_channel_of(norm)
-        if channel is not None:
-            options = options.with_scale_channel(channel.witnesses)
-        elif getattr(norm, "without", None) is not None:
-            raise ModelError(
-                f"the norm {site.path!r} leaves a scale channel out, but the record of its rows is "
-                "not saved with a model: call convert_ and calibrate_ before save"
-            )
         layer = options.kind(**_arguments(site, options), device=like.device, dtype=like.dtype)
         _fill_(layer, norm, site, copies)
         replaced = Replaced(norm, site, witnesses=options.most_witnesses, auto=options.is_auto)

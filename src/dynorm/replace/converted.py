@@ -12,7 +12,6 @@ from dynorm.errors import CalibrationWarning, ModelError
 from dynorm.family import NAMES
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
-from dynorm.replace.channel import scale_channel_of
 from dynorm.site import NormSite
 from dynorm.wrappers import plain_modules, without_wrappers
 
@@ -116,27 +115,8 @@ def norms_of(
                 f"the layer {path!r} must have its norm's weight to be compared with it: fold "
                 "afterwards"
             )
-        if _reads_scale_channel(layer) and getattr(modules[path], "without", None) is None:
-            raise ModelError(
-                f"{name} must be a copy of the model after add_scale_channel_, which turned the "
-                f"channels of its residual stream, but its {path!r} has no scale channel"
-            )
         norms[layer] = modules[path]
     return norms
-
-
-def _reads_scale_channel(layer: PointwiseNorm) -> bool:
-    """Return whether a layer reads a scale channel."""
-    replaced = replaced_by(layer)
-    if replaced is not None:
-        return scale_channel_of(replaced.module) is not None
-    # It was loaded. A scale channel is the last channel and the first witness, and the layer's
-    # output there is 0.
-    channel = layer.channels - 1
-    if layer.weight is None or layer.witness_channels[:1] != (channel,):
-        return False
-    weight = layer.weight.detach().flatten()
-    return bool(weight[channel] == 0) and bool(weight[:channel].all())
 
 
 def warn_of_defaults(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ The checksums are not saved with the model, but copied and pickled with its modu
 """
 
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -54,17 +54,6 @@ def renew_weights_(model: nn.Module) -> None:
         module.__dict__.pop(_RECORD, None)
     if is_recorded:
         remember_weights_(model)
-
-
-def renew_modules_(modules: Iterable[nn.Module]) -> None:
-    """Take the present weights of some modules as those of the conversion: dynorm has set a row."""
-    for module in modules:
-        record = module.__dict__.get(_RECORD)
-        if record is None:
-            continue
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                record[name] = checksums(parameter)
 
 
 def hand_over_record_(new: nn.Module, before: nn.Module) -> None:

@@ -2,10 +2,5 @@
 
 ``capture.py`` traces the model into a graph (``graph.py``), ``channels.py`` follows the channels of
 a value through it, and ``operators.py`` recognises linear operators. ``survey.py`` collects
-everything around the norms: their readers, and the streams that they are on. ``find.py`` describes
-the streams of a model.
+everything around the norms: their readers, and the streams that they are on.
 """
-
-from dynorm.stream.find import ResidualStream, Writer, find_streams
-
-__all__ = ["ResidualStream", "Writer", "find_streams"]

@@ -108,11 +108,10 @@ class Graph:
     """The traced graph of a model, with all its parameters and buffers."""
 
     def __init__(self, nodes: Iterable[Node], slots: Sequence[Slot]) -> None:
-        self.nodes = list(nodes)
         self.slots = slots
         # The calls of each norm, by the index of the norm.
         self.calls: dict[int, list[Node]] = {}
-        for node in self.nodes:
+        for node in nodes:
             index = norm_index(node)
             if index is not None:
                 self.calls.setdefault(index, []).append(node)

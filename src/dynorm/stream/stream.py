@@ -28,7 +28,7 @@ from dynorm.stream.graph import (
 from dynorm.stream.operators import Read, RefusedError, Write, read, writes
 from dynorm.stream.readers import shared_readers
 
-SUMS = ("aten.add", "aten.sub", "aten.rsub")
+_SUMS = ("aten.add", "aten.sub", "aten.rsub")
 _ZEROS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
 
 
@@ -100,7 +100,7 @@ class StreamFinder:
             # The uses by other owners of the same parameter are values of the stream too.
             self._todo += [(node, axis) for node in slot.nodes]
             return
-        if packet(op) in SUMS:
+        if packet(op) in _SUMS:
             self._follow_parts(stream, value, axis, op.args[:2])
             return
         if packet(op) == "aten.cat":
@@ -145,7 +145,7 @@ class StreamFinder:
         to = carried(user, value, axis)
         if to is not None:
             self._todo.append((user, to))
-        elif packet(op) in SUMS:
+        elif packet(op) in _SUMS:
             # The axes of a sum's terms are counted from the last one.
             self._todo.append((user, axis - rank_of(value) + rank_of(user)))
         elif packet(op) == "aten.cat" and (argument(op, 1) or 0) % rank_of(user) != axis:

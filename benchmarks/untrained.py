@@ -1,0 +1,193 @@
+"""Convert three models without training, by the number of witnesses: SmolLM2, DINOv2 and Whisper.
+
+``python -m benchmarks.untrained MODEL --witnesses 128`` calibrates a copy of the model, measures it
+on held-out samples, and adds a row to benchmarks/results/untrained.json. MODEL is smollm2, dinov2 or
+whisper. A row takes some five minutes on 2 cores. The packages of requirements-models.txt are needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.distillation import reference
+from benchmarks.draws import CHECKED, LENGTH, MEASURED, Decoder
+from benchmarks.speech import agreement
+from benchmarks.subjects import Batches, Row, add_rows, calibrate
+from dynorm.batches import Batch, call
+from dynorm.jobs.audio import find_audio
+from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
+from dynorm.jobs.images import find_images
+from dynorm.jobs.inputs import Inputs, audio_inputs, image_inputs
+from dynorm.jobs.job import CALIBRATION_BLOCKS
+from dynorm.jobs.speech import Listener
+from dynorm.jobs.texts import split_audio, split_texts
+from dynorm.recipe import AUDIO, IMAGES, LANGUAGE, Defaults, Recipe
+from dynorm.report.conversion import compare
+from tools.demo_model import folder
+from tools.speech import gather
+
+RESULTS = Path(__file__).parent / "results" / "untrained.json"
+ABOUT = {
+    "held_out": f"{MEASURED} blocks of {LENGTH} tokens of each kind, 96 crops, 12 files of speech"
+}
+LONG = 4096
+HELD_OUT_IMAGES = 96
+HELD_OUT_FILES = 12
+Measure = Callable[[nn.Module], Row]
+
+
+@dataclass
+class Subject:
+    """A model, the batches to fit to, and what is measured on others."""
+
+    model: nn.Module
+    defaults: Defaults
+    batches: Batches
+    measure: Measure
+
+
+def smollm2() -> Subject:
+    """Return the decoder; it is fitted to docstrings only."""
+    decoder = Decoder()
+    pretrained = decoder.pretrained
+    tests = dict(decoder.tests)
+    for kind, texts in (("packages", _packages()), ("C headers", _headers())):
+        tests[kind] = make_batches(pretrained, encode(pretrained, texts, LENGTH)[:MEASURED], 4)
+    for kind, texts in (("reference, long", reference()), ("packages, long", _packages())):
+        tests[kind] = make_batches(pretrained, encode(pretrained, list(texts), LONG)[:1], 1)
+
+    def measure(model: nn.Module) -> Row:
+        figures: Row = {}
+        for kind, batches in tests.items():
+            output = compare(model, pretrained.model, batches)
+            worst = max(_divergences(model, pretrained.model, batch) for batch in batches)
+            figures[kind] = {
+                "kl": round(output.kl or 0.0, 4),
+                "kl_worst_token": round(worst, 2),
+                "loss_difference": round(output.loss_difference or 0.0, 4),
+                "agreement": round(output.agreement or 0.0, 4),
+            }
+        return figures
+
+    return Subject(pretrained.model, LANGUAGE, decoder.draw(0, CHECKED), measure)
+
+
+def _packages() -> list[str]:
+    """Return the descriptions of Debian's installed packages, shuffled."""
+    entries = Path("/var/lib/dpkg/status").read_text().split("\n\n")
+    texts = [entry.split("\nDescription: ")[1] for entry in entries if "\nDescription: " in entry]
+    return random.Random(5).sample(texts, len(texts))
+
+
+def _headers() -> list[str]:
+    """Return the beginnings of C headers, shuffled."""
+    files = sorted(Path("/usr/include").rglob("*.h"))
+    files = random.Random(6).sample(files, 60)
+    return [file.read_text(errors="ignore")[:4000] for file in files]
+
+
+@torch.no_grad()
+def _divergences(model: nn.Module, original: nn.Module, batch: Batch) -> float:
+    """Return the largest divergence of a token in a batch."""
+    before: Tensor = call(original, batch)["logits"].log_softmax(-1)
+    after: Tensor = call(model, batch)["logits"].log_softmax(-1)
+    divergence = (before.exp() * (before - after)).sum(-1)
+    mask = batch["attention_mask"].bool() if "attention_mask" in batch else divergence >= 0
+    return float(divergence[mask].max())
+
+
+def dinov2() -> Subject:
+    """Return the encoder of images, on crops of photographs."""
+    pretrained = load_pretrained(folder("dinov2"))
+    readable, _ = find_images([Path("build/pictures")])
+    inputs = image_inputs(pretrained, *split_texts(readable, HELD_OUT_IMAGES, 0, "images"), {})
+    original = copy.deepcopy(pretrained.model)
+
+    def measure(model: nn.Module) -> Row:
+        output = compare(model, original, inputs.batches(inputs.held_out, IMAGES.batch))
+        figures: Row = {}
+        for name in ("cosine_mean", "cosine_min", "neighbours"):
+            figures[name] = round(getattr(output, name), 4)
+        return figures
+
+    return Subject(original, IMAGES, _to_fit(inputs, IMAGES), measure)
+
+
+def whisper() -> Subject:
+    """Return the model of speech, on sentences that espeak-ng speaks."""
+    pretrained = load_pretrained(folder("whisper"))
+    clips, _ = find_audio([gather(Path("build/speech"))])
+    original = copy.deepcopy(pretrained.model)
+    listener = Listener(pretrained, original)
+    inputs = audio_inputs(listener, *split_audio(clips, HELD_OUT_FILES), {})
+
+    def transcripts(model: nn.Module) -> list[str]:
+        lines = []
+        for part in inputs.batches(inputs.held_out, AUDIO.batch).parts:
+            for ids in listener.write(model, listener.batch(part)):
+                lines.append(listener.text(ids))
+        return lines
+
+    before = transcripts(original)
+
+    def measure(model: nn.Module) -> Row:
+        output = compare(model, original, inputs.batches(inputs.held_out, AUDIO.batch))
+        return {
+            "word_agreement": agreement(zip(transcripts(model), before, strict=True)),
+            "kl": round(output.kl or 0.0, 4),
+            "agreement": round(output.agreement or 0.0, 4),
+        }
+
+    return Subject(original, AUDIO, _to_fit(inputs, AUDIO), measure)
+
+
+def _to_fit(inputs: Inputs, defaults: Defaults) -> Batches:
+    return inputs.batches(inputs.fit[: defaults.calibration], CALIBRATION_BLOCKS, 0)
+
+
+SUBJECTS = {"smollm2": smollm2, "dinov2": dinov2, "whisper": whisper}
+
+
+def row(name: str, subject: Subject, witnesses: int) -> Row:
+    """Convert a copy and return its figures."""
+    model = copy.deepcopy(subject.model)
+    recipe = Recipe(witnesses=witnesses)._filled(subject.defaults)
+    started = time.perf_counter()
+    calibrate(model, subject.batches, recipe)
+    seconds = round(time.perf_counter() - started)
+    return {
+        "model": name,
+        "witnesses": witnesses,
+        "seconds": seconds,
+        **subject.measure(model),
+    }
+
+
+def main() -> None:
+    """Measure one row for each number of witnesses."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=SUBJECTS)
+    parser.add_argument("--witnesses", type=int, nargs="+", default=[128], help="per layer")
+    arguments = parser.parse_args()
+    subject = SUBJECTS[arguments.model]()
+    order = list(SUBJECTS).index
+    for count in arguments.witnesses:
+        figures = row(arguments.model, subject, count)
+        add_rows(
+            RESULTS, ABOUT, [figures], order=lambda row: (order(row["model"]), row["witnesses"])
+        )
+        print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()
