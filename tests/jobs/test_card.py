@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import dynorm
-from dynorm.errors import ArgumentError, StorageError
-from dynorm.jobs.checkpoint import load_pretrained, model_name
+from dynorm.errors import ArgumentError
+from dynorm.jobs.checkpoint import model_name
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.fold import fold_pretrained
 from dynorm.recipe import Recipe
@@ -72,17 +72,6 @@ def test_cards_and_headings_have_the_name(encoder: Path, texts: Path, tmp_path: 
     assert "<h1>tiny-bert-v3 without its norms</h1>" in page
     fold_pretrained(place, tmp_path / "folded", {})
     assert "# tiny-bert-v3, " in (tmp_path / "folded" / "model" / "README.md").read_text("utf-8")
-
-
-def test_a_name_on_the_hub_is_refused_with_how_to_download(tmp_path: Path) -> None:
-    with pytest.raises(
-        StorageError, match="run `hf download meta-llama/Llama-3 --local-dir Llama-3`"
-    ):
-        load_pretrained("meta-llama/Llama-3")
-    (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "folder", tmp_path / "missing" / "folder", Path("folder")):
-        with pytest.raises(StorageError, match=r"has none: give a folder"):
-            load_pretrained(path)
 
 
 def test_more_witnesses_than_channels_are_refused(

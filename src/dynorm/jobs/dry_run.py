@@ -20,6 +20,7 @@ from dynorm.errors import CalibrationWarning
 from dynorm.fit import calibrate_, refine_
 from dynorm.jobs.convert import require_point_wise
 from dynorm.jobs.job import Job, JobOptions, Say, load_job
+from dynorm.jobs.write import require_writable_with_code
 from dynorm.recipe import Recipe
 from dynorm.replace import ConversionReport
 from dynorm.report import measure
@@ -76,6 +77,7 @@ def dry_run(
     source: str | Path,
     recipe: Recipe | None = None,
     *,
+    remote_code: bool = False,
     say: Say = lambda line: None,
     **options: Unpack[JobOptions],
 ) -> DryRun:
@@ -86,8 +88,10 @@ def dry_run(
     recipe = recipe or Recipe()
     recipe.check()
     require_point_wise(recipe)
-    job = load_job(Path(source), recipe, say, lambda batches, _: batches, **options)
+    job = load_job(source, recipe, say, lambda batches, _: batches, **options)
     model = job.pretrained.model
+    if remote_code:
+        require_writable_with_code(model)
     recipe = job.recipe
     if job.original is None:
         job.original = copy.deepcopy(model)

@@ -70,7 +70,7 @@ class JobOptions(TypedDict, total=False):
 
 
 def load_job(
-    source: Path,
+    source: str | Path,
     recipe: Recipe,
     say: Say,
     track: Track,
@@ -135,7 +135,7 @@ def load_job(
         pretrained,
         recipe,
         inputs,
-        name or model_name(source),
+        name or model_name(checkpoint.source),
         say,
         track,
         Ranks(),
