@@ -41,7 +41,7 @@ def hub(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
         downloads.append((name, revision))
         assert "*.onnx" in ignore_patterns
         if name != "own/tiny":
-            raise ConnectionError("no route to host")
+            raise ConnectionError("no route\nto host")
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)

@@ -100,6 +100,8 @@ def local_source(source: str | Path) -> Path:
     try:
         return downloaded(name, revision or None)
     except StorageError as error:
+        # Its messages have several lines.
+        reason = " ".join(str(error.__cause__).split())
         folder = Path(name).name
         option = f" --revision {revision}" if revision else ""
         raise StorageError(
@@ -107,7 +109,7 @@ def local_source(source: str | Path) -> Path:
             f"within reach, but {source} is not here, and could not be downloaded: set "
             "HF_HUB_OFFLINE=0 where there is a network, or run "
             f"`hf download {name}{option} --local-dir {folder}` there, and give {folder} "
-            f"({error.__cause__!s:.300})"
+            f"({reason:.300})"
         ) from error
 
 
