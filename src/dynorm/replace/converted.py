@@ -139,8 +139,11 @@ def _reads_scale_channel(layer: PointwiseNorm) -> bool:
     return bool(weight[channel] == 0) and bool(weight[:channel].all())
 
 
-def warn_of_defaults(model: nn.Module) -> None:
-    """Warn once of all layers with default constants; annealed layers get theirs later."""
+def warn_of_defaults(model: nn.Module) -> list[str]:
+    """Warn once of all layers with default constants, and return their paths.
+
+    Annealed layers get theirs later.
+    """
     default = []
     for path, layer in dynorm_layers(model).items():
         if replaced_by(layer) is None or isinstance(layer, AnnealedNorm):
@@ -158,3 +161,4 @@ def warn_of_defaults(model: nn.Module) -> None:
             CalibrationWarning,
             stacklevel=3,
         )
+    return default
