@@ -42,7 +42,34 @@ def test_the_card_names_the_samples_that_were_used(
     assert f"{fitted}, from {texts}." in card
     # The report has the table of the sites, and nothing else has it.
     assert not any(site.path in line for line in said for site in report.sites)
-    assert any(line.startswith("5 norms replaced by dyisru, 0 left alone") for line in said)
+    assert any(line.startswith("5 norms replaced by dyisru, 0 kept") for line in said)
+
+
+@pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
+def test_options_for_single_norms_are_in_the_card_and_in_the_count(
+    encoder: Path, texts: Path, tmp_path: Path
+) -> None:
+    sites: dict[str, Any] = {
+        "embeddings.*": None,
+        "*.layer.0.attention.*": {"to": "dyt", "witnesses": 6},
+    }
+    said: list[str] = []
+    convert_pretrained(
+        encoder,
+        tmp_path / "out",
+        replace(QUICK, sites=sites, witnesses=2),
+        texts=[texts],
+        say=said.append,
+    )
+    [summary] = [line for line in said if "norms replaced by" in line]
+    assert summary.startswith("4 norms replaced by")
+    assert ", 1 kept" in summary
+    assert "kept as the options say: embeddings.LayerNorm" in summary
+    card = " ".join((tmp_path / "out" / "model" / "README.md").read_text("utf-8").split())
+    assert "4 norms of tiny-bert were replaced by DyISRU and DyT layers" in card
+    assert "at most 6 witness channels per layer" in card
+    assert "one constant per" not in card
+    assert "These norms were kept: embeddings.LayerNorm." in card
 
 
 NAMES = {

@@ -256,6 +256,7 @@ class Job:
         # The report has the table of the sites.
         self.say(converted.summary())
         self.details["refused"] = [site.to_dict() for site in converted.refused]
+        self.details["skipped"] = [site.path for site in converted.skipped]
         with self.stage("calibrate"):
             tracked = self.track(
                 self.ranks.share(batches), f"calibrating on {len(batches)} batches"
