@@ -40,6 +40,8 @@ def test_the_start_of_the_trainer_is_no_part_of_a_step(
 
     def slow_start(model: Any, batches: Any, *, steps: int, callbacks: Any, **options: Any) -> None:
         clock[0] += 100.0
+        # The time to read a batch counts too, so it must not be read before.
+        assert not isinstance(batches, list)
         for _ in range(steps):
             clock[0] += 2.0
             for callback in callbacks:

@@ -115,13 +115,14 @@ def _expected(job: Job, batches: Sequence[Batch]) -> tuple[dict[str, float], int
     """Return the expected seconds of each stage, and the steps of distillation."""
     model = job.pretrained.model
     recipe = job.recipe
-    few = list(batches[:_TRIED])
+    # A batch is read from its files whenever it is taken, as in the conversion.
+    few = batches[:_TRIED]
     seconds = {}
     if recipe.scale_channel:
         seconds["scale_channel"] = job.seconds["scale_channel"]
     tried = _timed(lambda: calibrate_(model, few, lean=recipe.lean, tolerance=recipe.tolerance))
     seconds["calibrate"] = tried * len(batches) / len(few)
-    larger = list(job.batches(job.inputs.fit, recipe.seed)[:_TRIED])
+    larger = job.batches(job.inputs.fit, recipe.seed)[:_TRIED]
     if recipe.refine:
         tried = _timed(lambda: refine_(model, larger, steps=len(larger), **recipe.refine_fields))
         seconds["refine"] = tried * recipe.refine / len(larger)
