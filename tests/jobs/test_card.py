@@ -70,6 +70,8 @@ def test_options_for_single_norms_are_in_the_card_and_in_the_count(
     assert "at most 6 witness channels per layer" in card
     assert "one constant per" not in card
     assert "These norms were kept: embeddings.LayerNorm." in card
+    page = " ".join((tmp_path / "out" / "report.html").read_text("utf-8").split())
+    assert "4 norms replaced by DyISRU and DyT, 1 kept (embeddings.LayerNorm), and compared" in page
 
 
 NAMES = {
