@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import dynorm
+from dynorm.cli import main
 from dynorm.errors import CalibrationWarning, DataError, StorageError
 from dynorm.table import NotTheModel
 from dynorm.train.distill import DistillationReport
@@ -86,3 +88,17 @@ def test_a_fold_counts_only_the_parts_that_there_are() -> None:
     other = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)).eval()
     title = str(dynorm.fold_(other, torch.randn(4, 8))).splitlines()[0]
     assert title == "1 of 1 affine maps folded, 1 of 1 means folded"
+
+
+def test_a_recipe_in_a_message_is_not_an_option_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.json").write_text('{"witness": 3}')
+    words = ["dynorm", "convert", "model", "out", "--recipe", str(tmp_path / "recipe.json")]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit):
+        main()
+    message = capsys.readouterr().err
+    assert (
+        "in a recipe every option must be known, got 'witness': do you mean 'witnesses'?" in message
+    )

@@ -94,7 +94,7 @@ def test_without_a_network_the_error_says_how_to_download(
 
 @pytest.mark.parametrize("path", ["./their/model", "/their/model", "model", "a/b/c"])
 def test_a_path_is_not_asked_for_on_the_hub(path: str, hub: list[Any]) -> None:
-    with pytest.raises(StorageError, match="has none: give a folder"):
+    with pytest.raises(StorageError, match="does not exist: give a folder"):
         load_pretrained(path)
     assert not hub
 
@@ -106,7 +106,7 @@ def test_the_command_keeps_the_dot_of_a_path(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert status("convert", "./own/tiny", tmp_path / "out") == 1
-    assert "has none: give a folder" in capsys.readouterr().err
+    assert "does not exist: give a folder" in capsys.readouterr().err
     assert not hub
 
 

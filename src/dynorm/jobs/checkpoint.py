@@ -200,8 +200,9 @@ class Checkpoint:
             if weights:
                 self.weights = weights[0]
         else:
+            reason = "has none" if source.exists() else "does not exist"
             raise StorageError(
-                f"the model must be a folder with a config.json, but {source} has none: give a "
+                f"the model must be a folder with a config.json, but {source} {reason}: give a "
                 "folder written by save_pretrained, a .gguf file, or the name of a model on the hub"
             )
         if self.weights.suffix == ".safetensors":
