@@ -11,6 +11,7 @@ from textwrap import wrap
 from typing import Any
 
 from benchmarks import draws, memory, models
+from benchmarks.field import table as field
 from benchmarks.speed import table as speed
 
 ROOT = Path(__file__).parent.parent
@@ -517,6 +518,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "draws": draws_table,
     },
     "docs/models.md": models.TABLES,
+    "docs/benchmarks.md": {"field": field.field_table},
     "docs/anneal.md": {"steps": steps_table},
     "docs/without-norms.md": {"auto": auto_table, "encrypted": encrypted_table},
     "docs/howto/vision.md": {"images": images_table},

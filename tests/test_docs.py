@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import dynorm
+from benchmarks.models import models_table
 from benchmarks.tables import PAGES, renewed
 from tests.snippet_cases import is_shown, outputs, snippets
 
@@ -84,6 +86,62 @@ def test_every_public_name_is_in_the_reference() -> None:
         and not re.search(rf":: {name}\b", text)
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", [page for page in ALL if snippets(page)])
+def test_a_page_imports_dynorm_before_it_uses_it(page: str) -> None:
+    for snippet in snippets(page):
+        if re.search(r"^\s*(?:import|from) dynorm", snippet, re.MULTILINE):
+            return
+        assert not re.search(r"\bdynorm\.[a-z]", snippet), snippet
+
+
+def test_every_extra_is_on_the_page_about_installing() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = set(project["optional-dependencies"]) - {"dev", "docs"}
+    table = (ROOT / "docs" / "install.md").read_text("utf-8").split("| extra | for |")[1]
+    for extra in extras:
+        assert re.search(rf"^\|[^|]*`{extra}`", table, re.MULTILINE), extra
+
+
+@pytest.mark.parametrize("page", ALL)
+def test_commands_that_need_an_extra_have_it_near(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8")
+    needs = {
+        "paper": r"^dynorm (?:paper|prove)\b",
+        "gguf": r"\.gguf`? (?:file|works)|^dynorm .*\.gguf",
+    }
+    for extra, command in needs.items():
+        if re.search(command, text, re.MULTILINE):
+            assert re.search(rf"extra `?{extra}`?|^\|[^|]*`{extra}`", text, re.MULTILINE), extra
+
+
+@pytest.mark.parametrize(
+    ("page", "row", "name"),
+    [
+        ("decoder", r"SmolLM2[^|]*, 8 witnesses", "smollm2"),
+        ("vision", r"DINOv2-small[^|]*", "dinov2"),
+        ("speech", r"Whisper[^|]*", "whisper"),
+    ],
+)
+def test_a_kind_of_model_has_one_recipe(page: str, row: str, name: str) -> None:
+    [command] = re.findall(rf"\| {row} \| `(.*?)`", models_table())
+    text = (ROOT / "docs" / "howto" / f"{page}.md").read_text("utf-8")
+    first = re.findall(r"^dynorm convert .*", text, re.MULTILINE)[0]
+    assert first.removesuffix(" --keep-original") == command
+    # `make demo` runs the same, on its own files.
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    options, steps = command.removeprefix("dynorm convert MODEL OUT ").split(" --steps ")
+    options = options.replace("FILES", r"\S+")
+    assert re.search(rf"^OPTIONS_{name} := {options} ", makefile, re.MULTILINE)
+    assert re.search(rf"^STEPS_{name} := {steps}$", makefile, re.MULTILINE)
+
+
+def test_pages_lead_to_the_recipe_for_a_decoder() -> None:
+    links = {"README.md": "docs/howto", "docs/models.md": "howto", "docs/witnesses.md": "howto"}
+    links["docs/scale-channel.md"] = "howto"
+    for page, folder in links.items():
+        assert f"]({folder}/decoder.md)" in (ROOT / page).read_text("utf-8"), page
 
 
 def test_the_readme_has_at_most_a_thousand_words() -> None:

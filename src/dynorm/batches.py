@@ -100,6 +100,11 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 def call_hint(args: tuple[object, ...]) -> str:
     """Return a hint for the error of a model that does not take these arguments."""
+    first = args[0] if args else None
+    if isinstance(first, list) and first:
+        first = first[0]
+    if isinstance(first, str):
+        return " (it takes tensors: turn texts into tokens with the model's tokenizer first)"
     if args and isinstance(args[0], list):
         return " (it takes one batch, not a list of them)"
     if len(args) >= 2:

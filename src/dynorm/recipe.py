@@ -531,7 +531,7 @@ def require_known(values: Iterable[str], known: Sequence[str], owner: str) -> No
             continue
         near = get_close_matches(str(name), known, 1)
         hint = f"do you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-        raise ArgumentError(f"{owner} must not have an unknown option, got {name!r}: {hint}")
+        raise ArgumentError(f"in {owner} every option must be known, got {name!r}: {hint}")
 
 
 def _named(to: Target) -> Target | str:

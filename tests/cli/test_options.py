@@ -69,7 +69,7 @@ def test_an_option_of_convert_sets_its_field_only(
 ) -> None:
     passed = called(monkeypatch, "convert_pretrained", ["convert", "model", "out", *words])
     assert passed["recipe"] == Recipe(**values)
-    assert passed["positional"][:2] == (Path("model"), Path("out"))
+    assert passed["positional"][:2] == ("model", Path("out"))
 
 
 def test_every_field_of_the_recipe_is_an_option() -> None:

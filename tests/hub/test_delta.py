@@ -205,7 +205,9 @@ def test_a_folder_is_uploaded_and_downloaded(
         ("upload", "own/model", ["dynorm.json", "model.safetensors"]),
     ]
 
-    def snapshot_download(name: str, revision: str | None = None) -> str:
+    def snapshot_download(
+        name: str, revision: str | None = None, ignore_patterns: list[str] | None = None
+    ) -> str:
         hub.calls.append(("download", name, revision))
         return str(tmp_path / "d")
 

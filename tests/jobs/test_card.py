@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import dynorm
-from dynorm.errors import ArgumentError, StorageError
-from dynorm.jobs.checkpoint import load_pretrained, model_name
+from dynorm.errors import ArgumentError
+from dynorm.jobs.checkpoint import model_name
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.fold import fold_pretrained
 from dynorm.recipe import Recipe
@@ -42,7 +42,36 @@ def test_the_card_names_the_samples_that_were_used(
     assert f"{fitted}, from {texts}." in card
     # The report has the table of the sites, and nothing else has it.
     assert not any(site.path in line for line in said for site in report.sites)
-    assert any(line.startswith("5 norms replaced by dyisru, 0 left alone") for line in said)
+    assert any(line.startswith("5 norms replaced by dyisru, 0 kept") for line in said)
+
+
+@pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
+def test_options_for_single_norms_are_in_the_card_and_in_the_count(
+    encoder: Path, texts: Path, tmp_path: Path
+) -> None:
+    sites: dict[str, Any] = {
+        "embeddings.*": None,
+        "*.layer.0.attention.*": {"to": "dyt", "witnesses": 6},
+    }
+    said: list[str] = []
+    convert_pretrained(
+        encoder,
+        tmp_path / "out",
+        replace(QUICK, sites=sites, witnesses=2),
+        texts=[texts],
+        say=said.append,
+    )
+    [summary] = [line for line in said if "norms replaced by" in line]
+    assert summary.startswith("4 norms replaced by")
+    assert ", 1 kept" in summary
+    assert "kept as the options say: embeddings.LayerNorm" in summary
+    card = " ".join((tmp_path / "out" / "model" / "README.md").read_text("utf-8").split())
+    assert "4 norms of tiny-bert were replaced by DyISRU and DyT layers" in card
+    assert "at most 6 witness channels per layer" in card
+    assert "one constant per" not in card
+    assert "These norms were kept: embeddings.LayerNorm." in card
+    page = " ".join((tmp_path / "out" / "report.html").read_text("utf-8").split())
+    assert "4 norms replaced by DyISRU and DyT, 1 kept (embeddings.LayerNorm), and compared" in page
 
 
 NAMES = {
@@ -72,17 +101,6 @@ def test_cards_and_headings_have_the_name(encoder: Path, texts: Path, tmp_path: 
     assert "<h1>tiny-bert-v3 without its norms</h1>" in page
     fold_pretrained(place, tmp_path / "folded", {})
     assert "# tiny-bert-v3, " in (tmp_path / "folded" / "model" / "README.md").read_text("utf-8")
-
-
-def test_a_name_on_the_hub_is_refused_with_how_to_download(tmp_path: Path) -> None:
-    with pytest.raises(
-        StorageError, match="run `hf download meta-llama/Llama-3 --local-dir Llama-3`"
-    ):
-        load_pretrained("meta-llama/Llama-3")
-    (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "folder", tmp_path / "missing" / "folder", Path("folder")):
-        with pytest.raises(StorageError, match=r"has none: give a folder"):
-            load_pretrained(path)
 
 
 def test_more_witnesses_than_channels_are_refused(

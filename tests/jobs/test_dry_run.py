@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,27 @@ def test_times_grow_with_the_steps(encoder: Path, texts: Path) -> None:
     assert "embeddings.LayerNorm" in shown
     assert "about 1,000 steps" in shown
     assert "Peak memory: about" in shown
+
+
+def test_the_start_of_the_trainer_is_no_part_of_a_step(
+    encoder: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+
+    def slow_start(model: Any, batches: Any, *, steps: int, callbacks: Any, **options: Any) -> None:
+        clock[0] += 100.0
+        # The time to read a batch counts too, so it must not be read before.
+        assert not isinstance(batches, list)
+        for _ in range(steps):
+            clock[0] += 2.0
+            for callback in callbacks:
+                callback.on_step_end(None, None, None)
+
+    module = importlib.import_module("dynorm.jobs.dry_run")
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(module, "distill_", slow_start)
+    plan = dry_run(encoder, QUICK.changed(steps=1000), texts=[texts])
+    assert plan.seconds["distill"] == 2000.0
 
 
 def test_minutes_are_the_time_of_the_distillation(encoder: Path, texts: Path) -> None:

@@ -289,7 +289,7 @@ def test_the_card_is_our_own_and_keeps_the_license(
         f"---\nlicense: mit\nlanguage:\n- en\nbase_model: {name}\ntags:\n- dynorm\n---\n"
     )
     for fact in (
-        f"5 norms of {name} were replaced by dyisru",
+        f"5 norms of {name} were replaced by DyISRU",
         "144 texts",
         str(texts),
         "cosine to the original output",

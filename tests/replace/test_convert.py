@@ -319,12 +319,14 @@ def test_choice_and_report() -> None:
     ]
     assert [site.path for site in report.refused] == ["0"]
     title, _, head, row, _, *notes = str(report).splitlines()
-    assert title == "1 norm replaced by dyt, 1 left alone"
+    assert [site.path for site in report.skipped] == ["3", "4"]
+    assert title == "1 norm replaced by dyt, 3 kept"
     assert (head.split(), row.split()) == (
         ["site", "norm", "layer"],
         ["1", f"layernorm({C})", "dyt"],
     )
-    assert " ".join(notes) == f"0: BatchNorm1d kept, {report.refused[0].refused}"
+    reason = f"0: BatchNorm1d kept, {report.refused[0].refused}"
+    assert " ".join(notes) == f"{reason} kept as the options say: 3, 4"
     assert report.refused[0].refused.startswith("batch norm")
     values = report.to_dict()
     assert values["to"] == "dyt"

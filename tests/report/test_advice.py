@@ -29,6 +29,21 @@ def test_sites_that_stand_out_are_to_be_kept() -> None:
     assert advice(report([0.1])) == []
 
 
+def test_a_few_hard_batches_do_not_hide_the_fall_of_the_loss() -> None:
+    # Single batches are far off, as the last of a small data set that comes again in each pass.
+    losses = [1.0 - 0.01 * n for n in range(60)]
+    losses[56] += 6.0
+    [sentence] = advice(report([], losses))
+    assert "more steps would probably help" in sentence
+    uneven = report([], [0.1 * n for n in range(20)])
+    uneven.meta["stages"]["distill"] |= {"loss_before": -0.336, "loss_after": -0.392}
+    [sentence] = advice(uneven)
+    assert "fell from −0.336 to −0.392" in sentence
+    assert "too uneven" in sentence
+    uneven.meta["stages"]["distill"]["loss_after"] = -0.3
+    assert "did not fall" in advice(uneven)[0]
+
+
 @pytest.mark.parametrize(
     ("losses", "words"),
     [

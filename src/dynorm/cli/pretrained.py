@@ -20,9 +20,12 @@ from dynorm.recipe import LAYER, PointWise, Recipe
 
 # Arguments and options of several commands.
 Model = Annotated[
-    Path,
+    # Not a path, which would lose the dot of ./folder/model, a name on the hub without it.
+    str,
     typer.Argument(
-        help="Folder of a transformers model with its tokenizer or processor, or a .gguf file."
+        help="Folder of a transformers model with its tokenizer or processor, a .gguf file, or the "
+        "name of a model on the hub, such as user/model or user/model@revision. "
+        "A name is downloaded if HF_HUB_OFFLINE=0 is set."
     ),
 ]
 Texts = Annotated[
@@ -100,6 +103,14 @@ def convert(
         bool,
         typer.Option(
             "--keep-original", help="Also write the unchanged original model to OUT/original."
+        ),
+    ] = False,
+    remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--remote-code",
+            help="Also write the code of the layers, so that transformers and programs on top of "
+            "it load the model without dynorm, with trust_remote_code=True.",
         ),
     ] = False,
     overwrite: Overwrite = False,
@@ -244,13 +255,16 @@ def convert(
             dtype=dtype,
         )
         if dry_run:
-            show(plan_conversion(model, chosen, say=say, **options), as_json)
+            show(
+                plan_conversion(model, chosen, remote_code=remote_code, say=say, **options), as_json
+            )
             return
         report = convert_pretrained(
             model,
             out,
             chosen,
             keep_original=keep_original,
+            remote_code=remote_code,
             overwrite=overwrite,
             quiet=as_json or not sys.stderr.isatty(),
             say=say,
@@ -322,7 +336,7 @@ def compare(
 
 @app.command()
 def fold(
-    model: Annotated[Path, typer.Argument(help="Folder of a transformers model.")],
+    model: Model,
     out: Annotated[Path, typer.Argument(help="New folder for model/ and report.json.")],
     affine: Annotated[
         bool,

@@ -105,7 +105,7 @@ def fold_(
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)).eval()
         >>> print(fold_(model, torch.randn(2, 4), check=False))
-        1 of 1 affine maps folded, 1 of 1 means
+        1 of 1 affine maps folded, 1 of 1 means folded
         <BLANKLINE>
         site  norm                     affine  center
         1     layernorm(8) -> RMSNorm  folded  folded

@@ -81,7 +81,7 @@ class FoldReport(Plain):
 
     Example:
         >>> print(FoldReport([], [], []))
-        0 of 0 affine maps folded, 0 of 0 means
+        no affine map or mean to fold
     """
 
     sites: list[FoldedSite]
@@ -145,16 +145,17 @@ class FoldReport(Plain):
 
     def _title(self) -> str:
         linear = [site for site in self.sites if site.kind == "linearcontrol"]
-        title = ""
+        parts = []
         if linear:
             removed = sum(site.becomes == "Identity" for site in linear)
-            title = f"{removed} of {len(linear)} linear layers removed; "
-        return f"{title}{self._share('affine')} affine maps folded, {self._share('center')} means"
-
-    def _share(self, rewrite: str) -> str:
-        """Return how many sites have a rewrite, of those that have something to rewrite."""
-        folded = self.count(rewrite)
-        return f"{folded} of {folded + self.count(rewrite, REFUSED)}"
+            parts.append(f"{removed} of {len(linear)} linear layers removed")
+        for rewrite, noun in (("affine", "affine maps"), ("center", "means")):
+            folded = self.count(rewrite)
+            # An RMSNorm has no mean, and a norm that was folded before has no affine map.
+            possible = folded + self.count(rewrite, REFUSED)
+            if possible:
+                parts.append(f"{folded} of {possible} {noun} folded")
+        return ", ".join(parts) or "no affine map or mean to fold"
 
     def __str__(self) -> str:
         """Return the report as plain text."""

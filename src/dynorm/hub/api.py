@@ -168,7 +168,10 @@ def load(
     else:
         folder = Path(directory)
     if not folder.is_dir():
-        raise StorageError(f"{folder} must be a directory, or the name of a model on the hub")
+        raise StorageError(
+            f"{folder} must be a directory that dynorm.save wrote, or the name of a model on the hub, "
+            "such as user/model, but there is no such directory"
+        )
     before = folder.stat()
     try:
         return _read(folder, model)

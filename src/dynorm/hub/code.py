@@ -38,7 +38,7 @@ class {name}({part}, transformers.{stock}):
 def write_with_code(model: PreTrainedModel, changes: Contents, folder: Path) -> None:
     """Write a transformers model with the code of its layers; ModelError if that cannot be."""
     require_gathered(model)
-    kinds = _classes(model)
+    kinds = stock_classes(model)
     values = config_of(model, changes).to_dict()
     _require_known(model, changes, values)
     layers = []
@@ -81,8 +81,11 @@ def write_with_code(model: PreTrainedModel, changes: Contents, folder: Path) -> 
     write_text(folder / f"{MODULE}.py", _source(model, kinds))
 
 
-def _classes(model: PreTrainedModel) -> list[type]:
-    """Return the class of the model, and that of its base model if it has a head."""
+def stock_classes(model: PreTrainedModel) -> list[type]:
+    """Return the class of the model, and that of its base model if it has a head.
+
+    A class that is not one of transformers' is refused.
+    """
     kinds = []
     for part in (model, model.base_model):
         kind = type(part)
@@ -112,6 +115,11 @@ def _require_known(model: PreTrainedModel, changes: Contents, values: Mapping[st
             f"a model to save with code must have final layers, but has {listed(unknown)}: call "
             "dynorm.finalize_ first"
         )
+    require_one_dtype(model)
+
+
+def require_one_dtype(model: PreTrainedModel) -> None:
+    """Refuse a model whose parameters have several dtypes."""
     others = []
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != model.dtype:

@@ -8,6 +8,11 @@ from typing import Any
 
 from dynorm.errors import StorageError
 
+# Copies of the weights for other programs, which a repository may also have.
+_FOR_OTHERS = [
+    *("*.onnx", "*.onnx_data", "*.h5", "*.msgpack", "*.ot", "*.tflite", "*.gguf", "*.mlmodel"),
+    *("onnx/*", "openvino/*", "coreml/*"),
+]
 # The name of a repository, with its organization.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -18,9 +23,13 @@ def is_hub_name(text: str | os.PathLike[str]) -> bool:
 
 
 def downloaded(name: str, revision: str | None) -> Path:
-    """Return the local folder of a model on the hub, downloaded unless it is in the cache."""
+    """Return the local folder of a model on the hub, downloaded unless it is in the cache.
+
+    Copies of the weights in formats of other libraries are left out.
+    """
     try:
-        return Path(_library().snapshot_download(name, revision=revision))
+        folder = _library().snapshot_download(name, revision=revision, ignore_patterns=_FOR_OTHERS)
+        return Path(folder)
     # The library has many errors, for a missing repository, a missing network and others.
     except Exception as error:
         raise StorageError(

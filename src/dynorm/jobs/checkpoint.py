@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, StorageError, listed, readable, require_library
+from dynorm.hub.online import downloaded, is_hub_name
 from dynorm.jobs.write import WEIGHTS
 from dynorm.recipe import KINDS
 from dynorm.site import any_match
 
 # Names of folders and files that say nothing about the model.
 _ANY_MODEL = {"model", "models", "original", "checkpoint", "final", "weights", "snapshots"}
-# The name of a model on the hub, with its organization.
-_ON_THE_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TOKENIZER = re.compile(
     r"tokenizer|vocab|merges|spiece|spm|sentencepiece|tekken|.*\.(?:model|spm)$"
 )
@@ -88,12 +87,41 @@ def _text_config(model: Any) -> object:
     return getattr(model.config, "text_config", model.config)
 
 
+def local_source(source: str | Path) -> Path:
+    """Return the folder or file of a model, downloaded if the source is a name on the hub.
+
+    A name is a string, not a Path. It may end in "@revision". With HF_HUB_OFFLINE=1 only the cache of the hub is read.
+    """
+    if isinstance(source, Path) or Path(source).exists():
+        return Path(source)
+    name, _, revision = source.partition("@")
+    if not is_hub_name(name):
+        return Path(source)
+    try:
+        return downloaded(name, revision or None)
+    except StorageError as error:
+        # Its messages have several lines.
+        reason = " ".join(str(error.__cause__).split())
+        folder = Path(name).name
+        option = f" --revision {revision}" if revision else ""
+        raise StorageError(
+            "the model must be a folder with a config.json, a .gguf file, or a model on the hub "
+            f"within reach, but {source} is not here, and could not be downloaded: set "
+            "HF_HUB_OFFLINE=0 where there is a network, or run "
+            f"`hf download {name}{option} --local-dir {folder}` there, and give {folder} "
+            f"({reason:.300})"
+        ) from error
+
+
 def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float32") -> Pretrained:
-    """Load a transformers model with its tokenizer or processor, without the network.
+    """Load a transformers model with its tokenizer or processor.
+
+    The network is used only for a name on the hub that is not in its cache.
 
     Args:
-        source: a folder written by ``save_pretrained``, or a ``.gguf`` file, whose weights are
-            dequantized.
+        source: a folder written by ``save_pretrained``, a ``.gguf`` file, whose weights are
+            dequantized, or the name of a model on the hub, with "@revision" if it is not the main
+            one.
         device: the device of the model.
         dtype: the dtype of the weights, such as "float32" or "bfloat16", or "auto" for that of the
             checkpoint. In 16 bits, small steps of a distillation are rounded away.
@@ -159,7 +187,7 @@ class Checkpoint:
         import transformers
 
         require_place(device, dtype)
-        source = Path(path)
+        source = local_source(path)
         self.source = source
         self.device = device
         self.dtype = dtype
@@ -172,15 +200,10 @@ class Checkpoint:
             if weights:
                 self.weights = weights[0]
         else:
-            remedy = "give a folder written by save_pretrained, or a .gguf file"
-            if not source.exists() and _ON_THE_HUB.fullmatch(str(path)):
-                folder = source.name
-                remedy += (
-                    f"; a model on the hub must be downloaded first: run `hf download {path} "
-                    f"--local-dir {folder}`, and give {folder}"
-                )
+            reason = "has none" if source.exists() else "does not exist"
             raise StorageError(
-                f"the model must be a folder with a config.json, but {source} has none: {remedy}"
+                f"the model must be a folder with a config.json, but {source} {reason}: give a "
+                "folder written by save_pretrained, a .gguf file, or the name of a model on the hub"
             )
         if self.weights.suffix == ".safetensors":
             from dynorm.hub.transformers import require_whole_weights

@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Unpack
 
 from dynorm.errors import ArgumentError, require_library
+from dynorm.jobs.checkpoint import local_source
 from dynorm.jobs.job import JobOptions, Say, Track, load_job
-from dynorm.jobs.write import folders_of_modules, require_output, write_model, write_out
+from dynorm.jobs.write import (
+    folders_of_modules,
+    require_output,
+    require_writable_with_code,
+    write_model,
+    write_out,
+)
 from dynorm.layers import AnnealedNorm
 from dynorm.recipe import Recipe
 from dynorm.report import ModelReport
@@ -23,6 +30,7 @@ def convert_pretrained(
     recipe: Recipe | None = None,
     *,
     keep_original: bool = False,
+    remote_code: bool = False,
     overwrite: bool = False,
     quiet: bool = False,
     say: Say = lambda line: None,
@@ -31,18 +39,20 @@ def convert_pretrained(
 ) -> ModelReport:
     """Convert a pretrained model and save it, with its report on held-out samples, in a folder.
 
-    The folder gets ``model`` (loadable), ``report.json``, ``report.html``, ``recipe.json`` and,
-    with ``keep_original``, the unchanged model as ``original``. On several processes of torchrun, each
+    ``source`` is a folder, a GGUF file, or the name of a model on the hub.
+    The folder ``out`` gets ``model`` (loadable), ``report.json``, ``report.html``, ``recipe.json`` and,
+    with ``keep_original``, the unchanged model as ``original``. With ``remote_code`` the model also
+    loads without dynorm, as in :func:`dynorm.save`. On several processes of torchrun, each
     fits to its share of the samples, and the first one writes. ``say`` is called with a line at the
     start of each stage; ``track`` is called with the batches of a stage and a description, and
     returns them, for example with a progress bar. An error before the writing leaves nothing
     behind.
     """
     recipe = recipe or Recipe()
-    source = Path(source)
     out = Path(out)
     recipe.check()
     require_point_wise(recipe)
+    source = local_source(source)
     require_library("matplotlib", "the report's pictures", "plots")
     names = ("model", "original") if keep_original else ("model",)
     files = ("report.json", "report.html", RECIPE)
@@ -59,6 +69,8 @@ def convert_pretrained(
     job = load_job(source, recipe, say, track, **options)
     model = job.pretrained.model
     remarks = job.pretrained.remarks
+    if remote_code:
+        require_writable_with_code(model)
     noun = job.inputs.noun
     to_fit = job.inputs.counts[f"{noun}_to_fit"]
     held_out = len(job.inputs.held_out)
@@ -85,6 +97,7 @@ def convert_pretrained(
         template="conversion.md",
         name=report.name,
         remarks=remarks,
+        remote_code=remote_code,
     )
     if keep_original:
         write_model(job.original, source, out / "original", overwrite)

@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -20,6 +19,7 @@ from dynorm.errors import CalibrationWarning
 from dynorm.fit import calibrate_, refine_
 from dynorm.jobs.convert import require_point_wise
 from dynorm.jobs.job import Job, JobOptions, Say, load_job
+from dynorm.jobs.write import require_writable_with_code
 from dynorm.recipe import Recipe
 from dynorm.replace import ConversionReport
 from dynorm.report import measure
@@ -76,6 +76,7 @@ def dry_run(
     source: str | Path,
     recipe: Recipe | None = None,
     *,
+    remote_code: bool = False,
     say: Say = lambda line: None,
     **options: Unpack[JobOptions],
 ) -> DryRun:
@@ -86,8 +87,10 @@ def dry_run(
     recipe = recipe or Recipe()
     recipe.check()
     require_point_wise(recipe)
-    job = load_job(Path(source), recipe, say, lambda batches, _: batches, **options)
+    job = load_job(source, recipe, say, lambda batches, _: batches, **options)
     model = job.pretrained.model
+    if remote_code:
+        require_writable_with_code(model)
     recipe = job.recipe
     if job.original is None:
         job.original = copy.deepcopy(model)
@@ -112,11 +115,12 @@ def _expected(job: Job, batches: Sequence[Batch]) -> tuple[dict[str, float], int
     """Return the expected seconds of each stage, and the steps of distillation."""
     model = job.pretrained.model
     recipe = job.recipe
-    few = list(batches[:_TRIED])
+    # A batch is read from its files whenever it is taken, as in the conversion.
+    few = batches[:_TRIED]
     seconds = {}
     tried = _timed(lambda: calibrate_(model, few, lean=recipe.lean, tolerance=recipe.tolerance))
     seconds["calibrate"] = tried * len(batches) / len(few)
-    larger = list(job.batches(job.inputs.fit, recipe.seed)[:_TRIED])
+    larger = job.batches(job.inputs.fit, recipe.seed)[:_TRIED]
     if recipe.refine:
         tried = _timed(lambda: refine_(model, larger, steps=len(larger), **recipe.refine_fields))
         seconds["refine"] = tried * recipe.refine / len(larger)
@@ -136,26 +140,30 @@ def _expected(job: Job, batches: Sequence[Batch]) -> tuple[dict[str, float], int
 
 
 def _seconds_per_step(job: Job, batches: Sequence[Batch]) -> float:
-    """Return the seconds of a step of distillation: those of a longer run less those of a short one."""
+    """Return the seconds of a step of distillation, from the end of the first step to the last."""
+    from transformers import TrainerCallback
+
+    ends = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: object, **options: object) -> None:
+            ends.append(time.perf_counter())
+
     recipe = job.recipe
     model = job.pretrained.model
-    lr = recipe.lr or distillation_rate(model)
-    times = []
-    for steps in (1, 1 + _TRIED):
-        distill = partial(
-            distill_,
-            model,
-            batches,
-            teacher=job.original,
-            steps=steps,
-            lr=lr,
-            bf16=recipe.bf16,
-            accumulate=recipe.accumulate,
-            quiet=True,
-        )
-        times.append(_timed(distill))
-    short, longer = times
-    return max(longer - short, 1e-3) / _TRIED
+    # The first step includes the start of the Trainer.
+    distill_(
+        model,
+        batches,
+        teacher=job.original,
+        steps=1 + _TRIED,
+        lr=recipe.lr or distillation_rate(model),
+        bf16=recipe.bf16,
+        accumulate=recipe.accumulate,
+        quiet=True,
+        callbacks=[Clock()],
+    )
+    return (ends[-1] - ends[0]) / _TRIED
 
 
 def _timed(run: Callable[[], object]) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold import FoldReport, fold_
-from dynorm.jobs.checkpoint import Checkpoint, model_name
+from dynorm.jobs.checkpoint import Checkpoint, local_source, model_name
 from dynorm.jobs.write import require_output, write_out
 
 # Length of the example; the graph does not depend on it.
@@ -32,7 +32,7 @@ def fold_pretrained(
     """
     import transformers
 
-    folder = Path(folder)
+    folder = local_source(folder)
     out = Path(out)
     require_output(folder, out, ("model", "report.json"), overwrite=overwrite)
     checkpoint = Checkpoint(folder, dtype="auto")

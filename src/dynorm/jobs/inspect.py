@@ -33,7 +33,7 @@ def inspect_pretrained(
         raise ArgumentError(f"samples must be at least 1, got {samples}")
     recipe = recipe or Recipe()
     recipe.check()
-    job = load_job(Path(source), replace(recipe, held_out=samples), say, track, **options)
+    job = load_job(source, replace(recipe, held_out=samples), say, track, **options)
     model = job.pretrained.model
     seed = recipe.seed
     fitted = job.batches(job.inputs.fit[:samples])

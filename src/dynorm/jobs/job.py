@@ -69,7 +69,7 @@ class JobOptions(TypedDict, total=False):
 
 
 def load_job(
-    source: Path,
+    source: str | Path,
     recipe: Recipe,
     say: Say,
     track: Track,
@@ -134,7 +134,7 @@ def load_job(
         pretrained,
         recipe,
         inputs,
-        name or model_name(source),
+        name or model_name(checkpoint.source),
         say,
         track,
         Ranks(),
@@ -246,6 +246,7 @@ class Job:
         # The report has the table of the sites.
         self.say(converted.summary())
         self.details["refused"] = [site.to_dict() for site in converted.refused]
+        self.details["skipped"] = [site.path for site in converted.skipped]
         with self.stage("calibrate"):
             tracked = self.track(
                 self.ranks.share(batches), f"calibrating on {len(batches)} batches"

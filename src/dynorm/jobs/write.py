@@ -10,6 +10,7 @@ from typing import Any
 
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import replaced_directory, require_replaceable, require_writable, write_text
+from dynorm.hub.contents import contents_of
 from dynorm.replace.edits import is_changed
 from dynorm.report.rendering import rendered
 
@@ -57,24 +58,49 @@ def require_output(source: Path, out: Path, names: Sequence[str], *, overwrite: 
 
 
 def write_out(
-    model: Any, source: Path, out: Path, overwrite: bool, report: Any, **card: object
+    model: Any,
+    source: Path,
+    out: Path,
+    overwrite: bool,
+    report: Any,
+    *,
+    remote_code: bool = False,
+    **card: object,
 ) -> None:
     """Write a changed model and its card to ``out/model``, and its report to ``out/report.json``.
 
     ``card`` has arguments of :func:`write_card`.
     """
     require_writable(out / "report.json")
-    write_model(model, source, out / "model", overwrite, report=report, **card)
+    write_model(
+        model, source, out / "model", overwrite, remote_code=remote_code, report=report, **card
+    )
     write_text(out / "report.json", json.dumps(report.to_dict(), indent=1) + "\n")
 
 
-def write_model(model: Any, source: Path, folder: Path, overwrite: bool, **card: Any) -> None:
+def write_model(
+    model: Any,
+    source: Path,
+    folder: Path,
+    overwrite: bool,
+    *,
+    remote_code: bool = False,
+    **card: Any,
+) -> None:
     """Write a model with the other files of its old folder, or the tokenizer of its GGUF file.
 
-    ``card`` has arguments of :func:`write_card`; without them no card is written.
+    With ``remote_code`` the model loads without dynorm. ``card`` has arguments of
+    :func:`write_card`; without them no card is written.
     """
+    loader = type(model).__name__
     with replaced_directory(folder, overwrite=overwrite, keep_others=False) as new:
-        model.save_pretrained(os.fspath(new))
+        if remote_code:
+            from dynorm.hub.code import write_with_code
+
+            write_with_code(model, contents_of(model), new)
+            loader = _auto_class(new)
+        else:
+            model.save_pretrained(os.fspath(new))
         if source.is_file():
             from transformers import AutoTokenizer
 
@@ -82,7 +108,30 @@ def write_model(model: Any, source: Path, folder: Path, overwrite: bool, **card:
         else:
             _copy_rest(source.absolute(), new)
         if card:
-            write_card(new, loader=type(model).__name__, needs_dynorm=is_changed(model), **card)
+            needs_dynorm = is_changed(model) and not remote_code
+            write_card(
+                new, loader=loader, needs_dynorm=needs_dynorm, needs_trust=remote_code, **card
+            )
+
+
+def require_writable_with_code(model: Any) -> None:
+    """Refuse a model that cannot be written with its code, before it is converted."""
+    from dynorm.hub.code import require_one_dtype, stock_classes
+
+    stock_classes(model)
+    require_one_dtype(model)
+
+
+def _auto_class(folder: Path) -> str:
+    """Return the Auto class of transformers that loads a model which was saved with its code."""
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    [name] = config["architectures"]
+    loaders = []
+    for auto, target in config["auto_map"].items():
+        # A class for pretraining often loads the same as one with a plainer name.
+        if target.endswith(f".{name}") and auto != "AutoModelForPreTraining":
+            loaders.append(auto)
+    return str(loaders[0]) if loaders else "AutoModelForPreTraining"
 
 
 def write_card(folder: Path, template: str, **values: object) -> None:
@@ -90,7 +139,7 @@ def write_card(folder: Path, template: str, **values: object) -> None:
 
     The ``template`` is in ``dynorm/templates``. Its values are the model's name, report and
     remarks, the class of transformers that loads it (``loader``), and whether dynorm must be
-    imported for that (``needs_dynorm``).
+    imported for that (``needs_dynorm``), or code in the folder trusted (``needs_trust``).
     """
     card = folder / CARD
     original = folder / ORIGINAL

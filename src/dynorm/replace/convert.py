@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.arguments import require_gathered
-from dynorm.errors import ArgumentError, CalibrationWarning, ModelError
+from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed
 from dynorm.family import AUTO, NAMES
 from dynorm.find.probe import has_other_forward
 from dynorm.find.recover import affine_of
@@ -35,11 +35,12 @@ class ConversionReport(Plain):
         converted: the sites that were replaced, in call order.
         refused: the selected sites that keep their norm; ``site.refused`` is the reason.
         layers: the layer of each converted site, if they differ; otherwise empty.
+        skipped: the sites that could be replaced, but keep their norm because the options say so.
 
     Example:
         >>> site = dynorm.site.NormSite("norm", kind="rmsnorm", normalized_shape=(8,))
         >>> print(dynorm.report.ConversionReport("dyisru", [site], []))
-        1 norm replaced by dyisru, 0 left alone
+        1 norm replaced by dyisru, 0 kept
         <BLANKLINE>
         site  norm        layer
         norm  rmsnorm(8)  dyisru
@@ -49,6 +50,7 @@ class ConversionReport(Plain):
     converted: list[NormSite]
     refused: list[NormSite]
     layers: list[str] = field(default_factory=list)
+    skipped: list[NormSite] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Return the report as a table."""
@@ -66,13 +68,15 @@ class ConversionReport(Plain):
     def _title(self) -> str:
         count = len(self.converted)
         norms = "1 norm" if count == 1 else f"{count} norms"
-        return f"{norms} replaced by {self.to}, {len(self.refused)} left alone"
+        return f"{norms} replaced by {self.to}, {len(self.refused) + len(self.skipped)} kept"
 
     def _notes(self) -> list[str]:
         notes = []
         for site in self.refused:
             path = site.path or "the model"
             notes.append(f"{path}: {site.class_name} kept, {site.refused}")
+        if self.skipped:
+            notes.append(f"kept as the options say: {listed([site.path for site in self.skipped])}")
         return notes
 
 
@@ -139,7 +143,7 @@ def convert_(
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
         >>> sites = dynorm.find_norms(model, torch.randn(4, 8))
         >>> print(dynorm.convert_(model, sites))
-        1 norm replaced by dyisru, 0 left alone
+        1 norm replaced by dyisru, 0 kept
         <BLANKLINE>
         site  norm          layer
         1     layernorm(8)  dyisru
@@ -177,10 +181,13 @@ def convert_(
     exact_paths = {*by_glob, *(only or ())}
     replaceable = []
     refused = []
+    chosen = []
     for site in select_sites(sites, only, skip, filter_fn):
+        if options_by_path[site.path] is not None:
+            chosen.append(site)
+    skipped = [site for site in sites if site not in chosen and site.refused is None]
+    for site in chosen:
         is_named = not exact_paths.isdisjoint((site.path, *site.aliases))
-        if options_by_path[site.path] is None:
-            continue
         if site.refused == UNIT_LENGTH and is_named:
             replaceable.append(replace(site, refused=None))
         elif site.refused is None:
@@ -237,7 +244,7 @@ def convert_(
     remember_weights_(model)
     different = list(dict.fromkeys(names))
     name_by_site = names if len(different) > 1 else []
-    return ConversionReport(", ".join(different), replaceable, refused, name_by_site)
+    return ConversionReport(", ".join(different), replaceable, refused, name_by_site, skipped)
 
 
 def restore_(model: nn.Module) -> nn.Module:

@@ -119,8 +119,11 @@ def norms_of(
     return norms
 
 
-def warn_of_defaults(model: nn.Module) -> None:
-    """Warn once of all layers with default constants; annealed layers get theirs later."""
+def warn_of_defaults(model: nn.Module) -> list[str]:
+    """Warn once of all layers with default constants, and return their paths.
+
+    Annealed layers get theirs later.
+    """
     default = []
     for path, layer in dynorm_layers(model).items():
         if replaced_by(layer) is None or isinstance(layer, AnnealedNorm):
@@ -138,3 +141,4 @@ def warn_of_defaults(model: nn.Module) -> None:
             CalibrationWarning,
             stacklevel=3,
         )
+    return default

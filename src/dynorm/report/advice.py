@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import fmean, median
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from dynorm.errors import listed
@@ -27,7 +27,7 @@ def advice(report: Any) -> list[str]:
     if about_sites:
         sentences.append(about_sites)
     stage = report.meta.get("stages", {}).get("distill", {})
-    about_steps = _about_steps(stage.get("losses", ()), bool(stage.get("kept", True)))
+    about_steps = _about_steps(stage)
     if about_steps:
         sentences.append(about_steps)
     return sentences
@@ -59,17 +59,26 @@ def _about_sites(sites: Sequence[Any]) -> str:
     )
 
 
-def _about_steps(losses: Sequence[Sequence[float]], kept: bool) -> str:
+def _about_steps(stage: Mapping[str, Any]) -> str:
     """Return a sentence about the loss curve of a distillation, or "" if it is too short."""
-    if len(losses) < _POINTS or not kept:
+    losses = stage.get("losses", ())
+    if len(losses) < _POINTS or not stage.get("kept", True):
         return ""
     values = [loss for _, loss in losses]
     tenth = max(1, len(values) // 10)
     middle = len(values) // 2
-    first = fmean(values[:tenth])
-    half = fmean(values[middle - tenth : middle + tenth])
-    last = fmean(values[-tenth:])
+    # A few batches may have a loss far from that of the others.
+    first = median(values[:tenth])
+    half = median(values[middle - tenth : middle + tenth])
+    last = median(values[-tenth:])
     gain = first - last
+    before = stage.get("loss_before")
+    after = stage.get("loss_after")
+    if gain <= 0 and before is not None and after is not None and after < before:
+        return (
+            f"The loss of the first batches fell from {digits(before)} to {digits(after)}, but the "
+            "curve is too uneven to say whether more steps would help."
+        )
     if gain <= 0:
         return "The loss of the distillation did not fall: try a lower rate, or more data."
     share = max(half - last, 0.0) / gain

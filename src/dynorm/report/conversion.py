@@ -97,14 +97,17 @@ def measure(
         ('1', 256, 'tensor')
     """
     require_plain_model(model)
-    warn_of_defaults(model)
+    default = warn_of_defaults(model)
     if original is not None:
         require_plain_model(original)
     measurement = _Measurement(model, original, OutputComparison(output), seed, points)
     with undisturbed(nn.ModuleList([model, measurement.original]), evaluate=True):
         for batch, share in batches_with_shares(iterate(batches), fit_on):
             measurement.add(batch, share)
-    return measurement.report(meta)
+    facts = dict(meta or {})
+    if default:
+        facts["default_constants"] = len(default)
+    return measurement.report(facts)
 
 
 def compare(

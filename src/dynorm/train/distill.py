@@ -26,7 +26,7 @@ from dynorm.outputs import output_tensor, sample_vectors
 from dynorm.ranks import BATCH, Ranks
 from dynorm.recipe import Recipe
 from dynorm.replace.converted import require_layers
-from dynorm.table import Plain
+from dynorm.table import Plain, Table
 from dynorm.train.objective import Distillation, Loss, largest_tensor
 
 # Logits per chunk of the loss: they stay in the cache of a CPU core.
@@ -79,6 +79,20 @@ class DistillationReport(Plain):
     losses: Sequence[tuple[int, float]] = ()
     resumed: int = 0
     interrupted: bool = False
+
+    def __str__(self) -> str:
+        """Return the course in some lines, without the curve."""
+        title = f"{self.steps:,} steps of distillation in {self.seconds:.0f} s, at a rate of {self.lr:.2g}"
+        if self.loss_before is not None and self.loss_after is not None:
+            title += f": loss {self.loss_before:.3f} -> {self.loss_after:.3f}"
+        notes = []
+        if not self.kept:
+            notes.append("the weights from before were better, and are put back")
+        if self.resumed:
+            notes.append(f"resumed at step {self.resumed:,} of a checkpoint")
+        if self.interrupted:
+            notes.append("ended early by Ctrl-C")
+        return str(Table((), (), notes, title=title))
 
 
 def distill_(
