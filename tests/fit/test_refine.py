@@ -234,37 +234,37 @@ def test_wrong_batches() -> None:
     fails(
         model,
         iter(batches),
-        "a one-shot iterator must hold a batch for each step, got 4 for 6 steps: pass a list",
+        "one-shot.*got 4 for 6",
     )
-    fails(model, [], "must hold at least one batch")
+    fails(model, [], "least.*batch")
     fails(model, "text", "got a str")
     fails(model, [*batches, 3], "got int at 4")
-    fails(model, [torch.randn(2, C + 1)], "must run on each batch")
+    fails(model, [torch.randn(2, C + 1)], "run.*batch")
     fails(
         model,
         [*batches, batches[0] * math.nan],
-        "the loss must be finite, but is nan in batch 4: lower lr",
+        "loss.*nan.*batch 4",
     )
     fails(
         model.bfloat16(),
         [*(b.bfloat16() for b in batches), batches[0].bfloat16() * math.nan],
-        "but is nan in batch 4",
+        "nan.*batch 4",
     )
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"steps": 0}, "steps must be an integer, at least 1, got 0"),
+        ({"steps": 0}, "steps.*got 0"),
         ({"steps": -3}, "got -3"),
         ({"steps": 2.5}, r"got 2\.5"),
         ({"lr": 0.0}, r"got 0\.0"),
         ({"lr": -1.0}, r"got -1\.0"),
         ({"lr": math.nan}, "got nan"),
         ({"lr": math.inf}, "got inf"),
-        ({"lr": "a"}, "lr must be a positive finite number, got 'a'"),
+        ({"lr": "a"}, "lr.*got 'a'"),
         ({"lr": None}, "got None"),
-        ({"accumulate": 0}, "accumulate must be an integer, at least 1, got 0"),
+        ({"accumulate": 0}, "accumulate.*got 0"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], match: str) -> None:
@@ -284,7 +284,7 @@ def test_a_batch_that_reaches_no_site() -> None:
     model = Sometimes()
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, C)))
     dynorm.calibrate_(model, [torch.randn(64, C)])
-    fails(model, [(torch.randn(4, C), False)], "must reach at least one point-wise layer")
+    fails(model, [(torch.randn(4, C), False)], "reach.*point-wise")
 
 
 @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
@@ -318,7 +318,7 @@ def test_models_that_cannot_be_refined() -> None:
         dynorm.refine_(nn.Sequential(dynorm.DyT(C)), x, steps=1)
     model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C))
     dynorm.convert_(model, dynorm.find_norms(model, x[0]), to="annealed")
-    with pytest.raises(ModelError, match="annealed ones at t = 0"):
+    with pytest.raises(ModelError, match=r"annealed.*t = 0"):
         dynorm.refine_(model, x, steps=1)
     dynorm.set_anneal_(model, 1.0)
     assert dynorm.refine_(model, x, steps=1).steps == 1

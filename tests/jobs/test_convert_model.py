@@ -140,7 +140,7 @@ def test_labels_in_a_batch_are_told_from_inputs() -> None:
 
 
 def test_find_norms_takes_one_batch() -> None:
-    with pytest.raises(DataError, match="one batch, not a list"):
+    with pytest.raises(DataError, match=r"one batch.*list"):
         dynorm.find_norms(model_of(), data(4))
 
 
@@ -200,7 +200,7 @@ def test_an_error_after_the_edit_puts_the_model_back() -> None:
 
 
 def test_a_scale_channel_needs_all_norms_of_a_stream() -> None:
-    with pytest.raises(ArgumentError, match="only must be left out"):
+    with pytest.raises(ArgumentError, match=r"only.*left out"):
         dynorm.convert_model(
             small_decoder(), token_batches(), scale_channel=True, only="model.layers.0.*"
         )

@@ -238,7 +238,7 @@ def test_t_is_saved_loaded_copied_and_kept_in_every_dtype() -> None:
 
 def test_bad_arguments() -> None:
     for t in (-0.1, 1.1, float("nan"), "0.5", None, True):
-        with pytest.raises(dynorm.errors.ArgumentError, match="t must be a number from 0"):
+        with pytest.raises(dynorm.errors.ArgumentError, match=r"t.*number from 0"):
             AnnealedDyISRU(4).set_t_(t)  # type: ignore[arg-type]
         with pytest.raises(dynorm.errors.ArgumentError):
             AnnealedDyISRU(4, t=t)
@@ -291,7 +291,7 @@ def test_a_place_outside_the_path_is_not_loaded() -> None:
     layer = AnnealedDyISRU(8, t=0.25)
     for bad in (2.0, -1.0, float("nan")):
         state = layer.state_dict() | {"t": torch.tensor([bad]), "log_beta": torch.tensor([7.0])}
-        with pytest.raises(RuntimeError, match="t must be from 0"):
+        with pytest.raises(RuntimeError, match=r"t must.*from 0"):
             layer.load_state_dict(state)
         assert layer.position == 0.25
         assert layer.log_beta.item() != 7

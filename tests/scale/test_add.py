@@ -163,7 +163,7 @@ def test_a_model_that_returns_its_stream_is_refused_and_stays_as_it_was() -> Non
     model = transformers.ViTModel(config, add_pooling_layer=False).eval()
     batch = {"pixel_values": torch.randn(2, 3, 16, 16)}
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(dynorm.errors.ModelError, match=r"the model returns it; use witnesses"):
+    with pytest.raises(dynorm.errors.ModelError, match=r"returns it.*witnesses"):
         dynorm.add_scale_channel_(model, [batch])
     after = model.state_dict()
     assert list(after) == list(before)
@@ -200,13 +200,9 @@ def test_an_original_without_the_channel_is_refused() -> None:
     """Its norms see other channels, so that every comparison with them would be wrong."""
     model, batches = converted("llama, tied")
     original = tiny("llama, tied")[0].float()
-    with pytest.raises(
-        dynorm.errors.ModelError, match=r"original must be a copy .* after add_scale"
-    ):
+    with pytest.raises(dynorm.errors.ModelError, match=r"original.*copy.*add_scale"):
         dynorm.measure(model, batches, original=original)
-    with pytest.raises(
-        dynorm.errors.ModelError, match=r"teacher must be a copy .* after add_scale"
-    ):
+    with pytest.raises(dynorm.errors.ModelError, match=r"teacher.*copy.*add_scale"):
         dynorm.distill_(model, batches, teacher=original, steps=1)
 
 
@@ -248,8 +244,8 @@ def test_a_fold_takes_what_is_left_of_the_layers() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batches": []}, "must hold at least one batch"),
-        ({"fixed": -1}, "fixed must be an integer"),
+        ({"batches": []}, "least.*batch"),
+        ({"fixed": -1}, "fixed.*integer"),
         ({"fixed": C}, "cannot be fixed"),
     ],
 )
@@ -320,7 +316,7 @@ def test_a_second_channel_is_refused(name: str) -> None:
     model, batches, _ = tiny(name)
     dynorm.add_scale_channel_(model, batches, fixed=3)
     before = logits(model, batches[0])
-    with pytest.raises(dynorm.errors.ModelError, match="must not have a scale channel yet"):
+    with pytest.raises(dynorm.errors.ModelError, match="scale channel yet"):
         dynorm.add_scale_channel_(model, batches, fixed=3)
     assert torch.equal(logits(model, batches[0]), before)
 
@@ -343,7 +339,7 @@ def test_an_edited_model_that_was_loaded_is_not_converted_without_its_rows(tmp_p
     dynorm.save(model, tmp_path / "model")
     loaded = dynorm.load(tmp_path / "model")
     torch.testing.assert_close(logits(loaded, batches[0]), expected)
-    with pytest.raises(dynorm.errors.ModelError, match="record of its rows is not saved"):
+    with pytest.raises(dynorm.errors.ModelError, match=r"record.*not saved"):
         dynorm.convert_(loaded, dynorm.find_norms(loaded, batches[0]))
 
 
@@ -382,7 +378,7 @@ def test_a_row_that_cannot_be_fitted_is_named(make: Any, path: str) -> None:
     batches = [torch.randint(40, (4, 12)) for _ in range(4)]
     dynorm.add_scale_channel_(model, batches, fixed=3)
     dynorm.convert_(model, dynorm.find_norms(model, batches[0]))
-    with pytest.warns(dynorm.errors.CalibrationWarning, match=f"the rows of {path}.* stay 0"):
+    with pytest.warns(dynorm.errors.CalibrationWarning, match=f"rows of {path}.* stay 0"):
         dynorm.calibrate_(model, batches, lean=0)
 
 
@@ -408,7 +404,7 @@ def test_another_branch_of_an_rmsnorm_model_is_noticed() -> None:
     model = Branch().eval()
     batches = [torch.randint(40, (4, 12)), torch.randint(40, (4, 9))]
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(dynorm.errors.ModelError, match="must stay the same"):
+    with pytest.raises(dynorm.errors.ModelError, match=r"stay.*same"):
         dynorm.add_scale_channel_(model, batches, fixed=3)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -417,7 +413,7 @@ def test_another_branch_of_an_rmsnorm_model_is_noticed() -> None:
 def test_activations_that_are_not_finite_are_refused() -> None:
     model, batches, _ = tiny("gpt2")
     model.transformer.wte.weight.data[batches[0]["input_ids"][0, 0]] = math.nan
-    with pytest.raises(dynorm.errors.DataError, match="activations must be finite"):
+    with pytest.raises(dynorm.errors.DataError, match=r"activations.*finite"):
         dynorm.add_scale_channel_(model, batches, fixed=3)
 
 
@@ -489,7 +485,7 @@ class Blocks(nn.Module):
 def test_a_norm_that_reads_a_copy_of_the_stream_is_refused() -> None:
     torch.manual_seed(0)
     ids = torch.randint(40, (4, 7))
-    with pytest.raises(dynorm.errors.ModelError, match=r"norms\.0 reads a copy of it"):
+    with pytest.raises(dynorm.errors.ModelError, match=r"norms\.0 reads.*copy"):
         dynorm.add_scale_channel_(Blocks(1.0).eval(), [ids], fixed=2)
 
 
