@@ -125,13 +125,16 @@ def fold_(
     options = Options(affine, center, constants, redundant, add_bias, in_place)
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
-    with undisturbed(model, attributes=True):
+    squares = None
+    with undisturbed(model, example, attributes=True) as put_back:
         sites = _find_sites(model, copied(example), only, skip)
-    squares = mean_squares(model, sites, example) if redundant and affine else None
-    # A norm that cannot be folded is traced as it is.
-    norms = {index: site.module for index, site in enumerate(sites) if site.refused is None}
-    # The trace must not start from tensors that the first run kept on a module.
-    with undisturbed(model, attributes=True):
+        if redundant and affine:
+            put_back()
+            squares = mean_squares(model, sites, copied(example))
+        # The trace must not start from tensors that a run kept on a module.
+        put_back()
+        # A norm that cannot be folded is traced as it is.
+        norms = {index: site.path for index, site in enumerate(sites) if site.refused is None}
         graph = capture(model, norms, example, untie)
     plan = planned(graph, sites, options, squares)
     checked: dict[str, Any] = {}

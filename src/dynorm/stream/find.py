@@ -109,15 +109,16 @@ def find_streams(
     require_plain_model(model)
     args, kwargs = example_arguments(model, args, kwargs)
     example = copied((args, kwargs))
-    with undisturbed(model, attributes=True):
-        sites = find_norms(model, *args, **kwargs)
     dims = {}
     norms = {}
-    for index, site in enumerate(sites):
-        if site.refused is None and site.path and isinstance(site.dim, int):
-            dims[index] = site.dim
-            norms[index] = model.get_submodule(site.path)
-    with undisturbed(model, attributes=True):
+    with undisturbed(model, attributes=True) as put_back:
+        sites = find_norms(model, *args, **kwargs)
+        for index, site in enumerate(sites):
+            if site.refused is None and site.path and isinstance(site.dim, int):
+                dims[index] = site.dim
+                norms[index] = site.path
+        # The trace must not start from tensors that the run kept on a module.
+        put_back()
         graph = capture(model, norms, example, untie)
     around = survey(graph, dims)
     by_stream: dict[Stream, dict[int, Surroundings]] = {}
