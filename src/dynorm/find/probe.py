@@ -235,8 +235,8 @@ def observe(
 ) -> tuple[list[Observation], list[Observation]]:
     """Run the model once and watch its modules; return all of them, and the called ones.
 
-    The called ones come in the order in which they returned. The model is left as it was. DataError
-    is raised if the model raises on this input. Layers of dynorm and parametrizations of weights,
+    The called ones come in the order in which they returned. DataError is raised if the model
+    raises on this input. The caller undoes all changes of the model. Layers of dynorm and parametrizations of weights,
     and the modules inside them, are left out.
     """
     left_out: set[int] = set()
@@ -261,9 +261,8 @@ def observe(
         if seen.calls:
             called.setdefault(id(module), seen)
 
-    args, kwargs = copied_tensors((args, kwargs))
     try:
-        with undisturbed(model, (args, kwargs)), _NormFunctions(running), ExitStack() as hooks:
+        with _NormFunctions(running), ExitStack() as hooks:
             for seen in observations.values():
                 hooks.enter_context(seen.module.register_forward_hook(hook, with_kwargs=True))
             for module in model.modules():
@@ -348,12 +347,21 @@ def find_norms(
         3 rmsnorm -1 (8,) 1e-06
     """
     require_plain_model(model)
-    args, kwargs = example_arguments(model, args, kwargs)
-    observations, called = observe(model, args, kwargs)
+    args, kwargs = copied_tensors(example_arguments(model, args, kwargs))
+    return norms_in(model, args, kwargs)
+
+
+def norms_in(
+    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> list[NormSite]:
+    """Find the norms of a plain model as :func:`find_norms` does; a run may write into the arguments."""
     search = _Search()
-    with plain_arithmetic(model):
-        for seen in called:
-            search.consider(seen)
+    with undisturbed(model, (args, kwargs)) as put_back:
+        observations, called = observe(model, args, kwargs)
+        put_back()
+        with plain_arithmetic():
+            for seen in called:
+                search.consider(seen)
     search.add_uncalled(observations)
     search.add_functions(observations)
     return [replace(site, order=order) for order, site in enumerate(search.sites.values())]

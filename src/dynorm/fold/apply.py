@@ -35,9 +35,9 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
     with unchanged_on_error(edited_parts(model), tensors):
         _write_values_(plan, modules)
         _neutralize_(modules)
-        swap_(model, _replacements(modules))
         if is_tied and untied(model):
             _note_untied_(config)
+        swap_(model, _replacements(modules))
         yield
 
 

@@ -1,20 +1,28 @@
 """One norm or point-wise layer of a fold: its formula, and where each part of it goes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from warnings import catch_warnings
+import math
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from dynorm.batches import Inputs
+from dynorm.errors import ModelError
+from dynorm.find.probe import norms_in
 from dynorm.find.recover import core
-from dynorm.find.tokens import CannotProbeError, TokenFunction, named_tensors, plain_copy
+from dynorm.find.tokens import (
+    CannotProbeError,
+    TokenFunction,
+    named_tensors,
+    plain_arithmetic,
+    plain_copy,
+)
 from dynorm.fold.check import Wide, relative_error
 from dynorm.fold.report import FOLDED, OFF, Rewrite
-from dynorm.layers import LinearControl, PointwiseNorm
-from dynorm.site import NormSite
+from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
+from dynorm.replace.convert import Globs
+from dynorm.site import NormSite, select_sites
 from dynorm.stream.graph import double
 from dynorm.stream.operators import Read, Write
 from dynorm.stream.stream import Stream
@@ -102,6 +110,15 @@ class SiteFold:
         return self.around.calls
 
     @property
+    def keeps_dtype(self) -> bool:
+        """Return whether every call of a point-wise layer returns the dtype of its input.
+
+        It must do so by its rule and not only in the present dtype of the model.
+        """
+        dtypes = {call.all_input_nodes[0].meta["val"].dtype for call in self.calls}
+        return dtypes <= self.kept_dtypes
+
+    @property
     def is_absorbed(self) -> bool:
         """Return whether its factor or shift goes into the readers."""
         return self.kept is None and (self.factor is not None or self.shift is not None)
@@ -124,15 +141,42 @@ class SiteFold:
         return is_moved or self.becomes_rms or self.is_gone
 
 
-def site_fold(
-    site: NormSite,
-    module: nn.Module,
-    chosen: bool,
-    refused: str | None,
-) -> SiteFold:
+def site_folds(
+    model: nn.Module,
+    example: Inputs,
+    only: Globs,
+    skip: Globs,
+) -> list[SiteFold]:
+    """Return the records of all norms, in call order, and then of all point-wise layers.
+
+    The caller undoes all changes of the model.
+    """
+    args, kwargs = example
+    sites = norms_in(model, args, kwargs)
+    for path, layer in model.named_modules():
+        if path and isinstance(layer, PointwiseNorm):
+            kind = type(layer).__name__.lower()
+            site = NormSite(path, (), kind, layer.dim, layer.normalized_shape)
+            site = replace(site, weight_name="weight", bias_name="bias")
+            sites.append(replace(site, weight_offset=layer.weight_offset))
+    if not sites:
+        raise ModelError(
+            "the model must have norms or point-wise layers, but none was found: nothing can be "
+            "folded"
+        )
+    chosen = {site.path for site in select_sites(sites, only, skip)}
+    folds = []
+    for site in sites:
+        module = model.get_submodule(site.path)
+        folds.append(_site_fold(site, module, site.path in chosen))
+    return folds
+
+
+def _site_fold(site: NormSite, module: nn.Module, chosen: bool) -> SiteFold:
     """Return the record of a norm or layer, its weight and bias read and its formula tested."""
-    fold = SiteFold(site, isinstance(module, PointwiseNorm), chosen, refused)
-    if refused is not None:
+    reason = site.refused or _refusal(site, module)
+    fold = SiteFold(site, isinstance(module, PointwiseNorm), chosen, reason)
+    if reason is not None:
         return fold
     fold.tensors = _tensors(site, module)
     values = {}
@@ -151,6 +195,25 @@ def site_fold(
         fold.is_exact = is_exact(fold, module)
         fold.is_exact_rms = site.kind == "layernorm" and is_exact(fold, module, as_rms=True)
     return fold
+
+
+def _refusal(site: NormSite, module: nn.Module) -> str | None:
+    """Return why nothing of a norm can be folded, whatever its neighbours are, or None."""
+    if isinstance(module, AnnealedNorm):
+        return "on its way from a norm to a point-wise function: call dynorm.finalize_(model) first"
+    if not site.path:
+        return "the model is the norm itself: nothing reads it"
+    if not isinstance(site.dim, int):
+        return f"it normalizes several axes together, {site.dim}"
+    if math.prod(site.normalized_shape) < 2:
+        return "it has a single channel"
+    if site.has_weight and site.weight_name is None:
+        return "no tensor of it holds its weight"
+    if site.has_bias and site.bias_name is None:
+        return "no tensor of it holds its bias"
+    if "forward" in module.__dict__:
+        return "an instance attribute replaces its forward"
+    return None
 
 
 def _tensors(
@@ -186,16 +249,6 @@ def _kept_dtypes(layer: PointwiseNorm) -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype in _DTYPES if layer.returned_dtype(dtype) == dtype)
 
 
-def keeps_dtype(fold: SiteFold) -> bool:
-    """Return whether every call of a point-wise layer returns the dtype of its input.
-
-    It must be so by the layer's rule and not only in the present dtype of the model: a layer that
-    always returns float32 is not one that can be left out.
-    """
-    dtypes = {call.all_input_nodes[0].meta["val"].dtype for call in fold.calls}
-    return dtypes <= fold.kept_dtypes
-
-
 def is_exact(fold: SiteFold, module: nn.Module, *, as_rms: bool = False) -> bool:
     """Return whether a norm is a neutral norm times weight plus bias, to the last digits.
 
@@ -212,7 +265,8 @@ def is_exact(fold: SiteFold, module: nn.Module, *, as_rms: bool = False) -> bool
         break
     copies = []
     try:
-        with _float64_arithmetic():
+        # In float64 only.
+        with Wide(), plain_arithmetic():
             for _ in range(2):
                 copied = plain_copy(module, torch.float64)
                 copies.append(TokenFunction(copied, tuple(sizes), (axis,), torch.float64, device))
@@ -236,15 +290,3 @@ def is_exact(fold: SiteFold, module: nn.Module, *, as_rms: bool = False) -> bool
     except (CannotProbeError, RuntimeError, TypeError):
         return False
     return True
-
-
-@contextmanager
-def _float64_arithmetic() -> Iterator[None]:
-    """Let a norm compute in float64 only, and without warnings about the odd inputs of a trial."""
-    with (
-        Wide(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-        catch_warnings(action="ignore"),
-    ):
-        yield

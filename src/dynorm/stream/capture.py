@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from dynorm.batches import Inputs
 from dynorm.errors import DynormError, ModelError
+from dynorm.site import NormSite
 from dynorm.stream.graph import Graph, Owner, Slot, leaves, packet
 from dynorm.stream.tensors import held_tensors, mapped, tensors_in
 
@@ -39,19 +40,19 @@ def _(x: Tensor, index: int) -> Tensor:
     return torch.empty_like(x)
 
 
-def capture(model: nn.Module, norms: Mapping[int, str], example: Inputs, untie: bool) -> Graph:
+def capture(model: nn.Module, norms: Mapping[int, NormSite], example: Inputs, untie: bool) -> Graph:
     """Trace one call of a model and return its graph; the caller undoes all changes of the model.
 
     That is, call it inside ``undisturbed(model, attributes=True)``. Sizes are those of the example,
-    and code that the example does not run is not in the graph. Each of the ``norms``, paths by
-    index, becomes one node, ``norm_call(x, index)``. With ``untie``, each owner of a tied parameter may get a tensor
+    and code that the example does not run is not in the graph. Each of the ``norms``, by index,
+    becomes one node, ``norm_call(x, index)``. With ``untie``, each owner of a tied parameter may get a tensor
     that it does not share.
     """
     owners = _owners(model)
     overlapping = _overlapping(model)
     separable = {tensor: held for tensor, held in owners.items() if tensor not in overlapping}
     _show_owners_(separable)
-    hidden = {index: model.get_submodule(path) for index, path in norms.items()}
+    hidden = {index: model.get_submodule(site.path) for index, site in norms.items()}
     _hide_norms_(hidden)
     try:
         with _silent():

@@ -7,10 +7,9 @@ from torch import nn
 from torch.fx import Node
 
 from dynorm.batches import example_arguments
-from dynorm.find.probe import find_norms
+from dynorm.find.probe import norms_in
 from dynorm.guard import require_plain_model, undisturbed
 from dynorm.site import NormSite
-from dynorm.stream.capture import capture
 from dynorm.stream.channels import carried
 from dynorm.stream.graph import (
     PERMUTATIONS,
@@ -109,18 +108,15 @@ def find_streams(
     require_plain_model(model)
     args, kwargs = example_arguments(model, args, kwargs)
     example = copied((args, kwargs))
-    dims = {}
     norms = {}
     with undisturbed(model, attributes=True) as put_back:
-        sites = find_norms(model, *args, **kwargs)
+        sites = norms_in(model, *copied(example))
         for index, site in enumerate(sites):
             if site.refused is None and site.path and isinstance(site.dim, int):
-                dims[index] = site.dim
-                norms[index] = site.path
+                norms[index] = site
         # The trace must not start from tensors that the run kept on a module.
         put_back()
-        graph = capture(model, norms, example, untie)
-    around = survey(graph, dims)
+        graph, around = survey(model, norms, example, untie)
     by_stream: dict[Stream, dict[int, Surroundings]] = {}
     for index in sorted(around):
         for stream in around[index].before:
