@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -145,6 +146,26 @@ def edited_parts(model: nn.Module) -> list[Any]:
     if hasattr(config, "to_dict"):
         parts.append(config)
     return parts
+
+
+Function = Callable[..., Any]
+
+
+class FunctionMode(TorchFunctionMode):
+    """Run all functions of torch through the method ``call``, which a subclass overrides."""
+
+    def __torch_function__(
+        self,
+        func: Function,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of one call."""
+        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeGuard
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dynorm.batches import call_hint, copied_tensors, example_arguments, site_tokens
@@ -28,7 +27,7 @@ from dynorm.find.recover import (
     recover,
 )
 from dynorm.find.tokens import named_tensors, plain_arithmetic
-from dynorm.guard import require_plain_model, undisturbed, writes_of
+from dynorm.guard import Function, FunctionMode, require_plain_model, undisturbed, writes_of
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import UNIT_LENGTH, NormSite
 
@@ -209,25 +208,19 @@ class _CallStack:
         return self._calls[-1][1]
 
 
-class _NormFunctions(TorchFunctionMode):
+class _NormFunctions(FunctionMode):
     """Note which module's forward calls a norm as a function."""
 
     def __init__(self, running: _CallStack) -> None:
         super().__init__()
         self.running = running
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> Any:
+    def call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         seen = self.running.current()
         if func in _FUNCTIONS and seen is not None:
             package = "F" if func.__module__ == functional.__name__ else "torch"
             seen.functions.append(f"{package}.{func.__name__}")
-        return func(*args, **(kwargs or {}))
+        return super().call(func, args, kwargs)
 
 
 def observe(
