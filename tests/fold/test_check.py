@@ -203,6 +203,14 @@ def test_a_logarithm_gets_fresh_positive_inputs() -> None:
     assert report.count("affine") == 1
 
 
+def test_the_two_fresh_inputs_and_the_example_differ() -> None:
+    check = Check(net(), ((x_of(),), {}))
+    (example,), (first,), (second,) = (args for args, _ in check.inputs)
+    assert not torch.equal(first, example)
+    assert not torch.equal(second, example)
+    assert not torch.equal(first, second)
+
+
 def test_an_example_that_gives_no_number_is_no_example() -> None:
     unchanged(
         net(lambda m, x: (m.h(m.n(m.e(x))), x.log())),
