@@ -918,6 +918,26 @@ def test_with_witnesses_more_tokens_are_needed() -> None:
     assert dynorm.calibrate_(model, [scaled_tokens(256)]).few == []
 
 
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_the_error_is_that_of_the_layer_as_it_is_now(
+    kind: type[nn.Module], per_channel: bool
+) -> None:
+    x = scaled_tokens(400).double()
+    norm = kind(C).double()
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.add_(0.5 * torch.randn(C))
+    model = converted(site(copy.deepcopy(norm)), x, per_channel=per_channel)
+    error = dynorm.calibrate_(model, [x]).sites[0].error
+    with torch.no_grad():
+        y = norm(x)
+        about = y.mean(0) if kind is nn.LayerNorm else 0.0
+        measured = (model(x) - y).norm() / (y - about).norm()
+    assert error > 0.1
+    assert error == pytest.approx(float(measured), rel=1e-6)
+
+
 def test_the_error_of_few_tokens_is_too_small() -> None:
     """The limits are where an error holds for other tokens, within about a tenth."""
     errors = []

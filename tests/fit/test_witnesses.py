@@ -232,11 +232,12 @@ def test_refinement_moves_the_gains() -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.9])
 def test_from_a_batch_the_witnesses_carry_their_share(share: float) -> None:
-    layer = dynorm.DyISRU(CHANNELS, witnesses=4)
-    x = torch.randn(4000, CHANNELS) * 3
+    layer = dynorm.DyISRU(CHANNELS, witnesses=4, center=True)
+    x = torch.randn(4000, CHANNELS) * 3 + 5
     dynorm.init_from_batch_(nn.Sequential(layer), x, share=share)
-    told = (layer.log_gain.detach().exp() * x[:, :4].square().mean(0)).sum()
-    whole = CHANNELS * float(x.square().mean())
+    centred = x - x.mean()
+    told = (layer.log_gain.detach().exp() * centred[:, :4].square().mean(0)).sum()
+    whole = CHANNELS * float(centred.square().mean())
     assert float(told) == pytest.approx(share * whole, rel=1e-3)
     assert float(layer.beta().detach()) == pytest.approx((1 - share) * whole, rel=1e-3)
 
