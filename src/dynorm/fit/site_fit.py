@@ -241,7 +241,7 @@ class SiteFit:
 
     @property
     def error(self) -> float:
-        """Return the root of squared error over spread of the target, with the constants in the layer; NaN before a fit."""
+        """Return the root of the layer's squared error over the target's spread; NaN before there is a solution."""
         if self._solution is None:
             return math.nan
         return math.sqrt(float(self._solution.error.sum()) / self.spread)
