@@ -221,17 +221,19 @@ def test_every_constant_has_a_gradient_in_training_wherever_it_stands() -> None:
 def test_t_is_saved_loaded_copied_and_kept_in_every_dtype() -> None:
     layer = AnnealedDyISRU(4)
     layer.set_t_(0.3)
+    x = torch.randn(3, 4)
     other = AnnealedDyISRU(4)
     other.load_state_dict(layer.state_dict())
     assert other.position == pytest.approx(0.3)
-    assert other._stage == 1
+    assert torch.equal(other(x), layer(x))
     assert copy.deepcopy(layer).position == 0.3
     assert AnnealedDyISRU(**layer.config()).position == 0.3
     for moved in (layer.bfloat16(), layer.half(), layer.double()):
         assert moved.t.dtype == torch.float32
         assert moved.t.item() == pytest.approx(0.3)
-    other.load_state_dict(AnnealedDyISRU(4, t=1.0).state_dict())
-    assert other._stage == 2
+    at_the_end = AnnealedDyISRU(4, t=1.0)
+    other.load_state_dict(at_the_end.state_dict())
+    assert torch.equal(other(x), at_the_end(x))
     meta = AnnealedDyISRU(4, t=0.25, device="meta")
     assert meta.to_empty(device="cpu").t.item() == 0.25
 
