@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import dynorm
 from dynorm.batches import call
@@ -73,6 +74,28 @@ def test_the_joint_error_falls(to: str) -> None:
         "left": [],
     }
     assert str(report).startswith("41 steps of joint refinement: mean site error 0.")
+
+
+def test_the_rate_warms_up_over_a_tenth_of_the_steps_and_falls_as_a_cosine() -> None:
+    model, batches = model_and_batches()
+    steps, lr = 30, 2e-3
+    used: list[float] = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        used.append(max(group["lr"] for group in optimizer.param_groups))
+
+    hook = register_optimizer_step_pre_hook(note)
+    try:
+        dynorm.refine_(model, batches, steps=steps, lr=lr)
+    finally:
+        hook.remove()
+    warm_up = [1 / 3, 2 / 3]
+    expected = []
+    for step in range(steps):
+        height = warm_up[step] if step < 2 else 1.0
+        expected.append(height * math.cos(math.pi * step / steps / 2) ** 2)
+    assert [rate / used[2] * expected[2] for rate in used] == pytest.approx(expected)
+    assert used[2] >= lr * expected[2]
 
 
 def test_only_point_wise_layers_move() -> None:
