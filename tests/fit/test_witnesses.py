@@ -56,6 +56,16 @@ def test_the_channels_that_carry_the_scale_are_found(kind: str) -> None:
     assert list(found.explained) == sorted(found.explained)
 
 
+def test_channels_that_are_large_in_all_tokens_do_not_hide_one_that_varies() -> None:
+    """There are more of them than channels that are tried."""
+    x = 0.1 * torch.randn(2000, 200)
+    x[:, :100] = 10.0
+    x[:, 150] = torch.where(torch.rand(2000) < 0.1, 20.0, 1.0)
+    scales = TokenScales("rmsnorm", 1e-6, None, Ranks())
+    scales.update(x)
+    assert scales.choose(4).channels == (150,)
+
+
 def test_no_more_are_taken_than_wanted_and_none_that_tells_nothing() -> None:
     scales = TokenScales("rmsnorm", 0.0, None, Ranks())
     scales.update(tokens())
