@@ -221,6 +221,24 @@ def test_the_two_fresh_inputs_and_the_example_differ() -> None:
     assert not torch.equal(first, second)
 
 
+def test_outputs_of_several_lengths_are_compared() -> None:
+    class Ragged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return torch.nested.as_nested_tensor([y[:2], y], layout=torch.jagged)
+
+    model = Ragged().double()
+    check = Check(model, ((x_of(),), {}))
+    assert max(check.errors(model)) == 0
+    with torch.no_grad():
+        model.linear.weight.mul_(1.5)
+    assert max(check.errors(model)) > 0.1
+
+
 def test_an_example_that_gives_no_number_is_no_example() -> None:
     unchanged(
         net(lambda m, x: (m.h(m.n(m.e(x))), x.log())),
