@@ -34,6 +34,77 @@ from studies.summary import PAIRS, baseline_of, words
 NOT_YET = "not run yet"
 _HEAD = ("| comparison | difference in loss, nats |", "|---|---|")
 _RATES_HEAD = ("| series | learning rates |", "|---|---|")
+# A question, and the arm whose difference from its norm answers it.
+_HEADLINE = (
+    ("DyISRU against LayerNorm, 600 steps", SMALL, "dyisru"),
+    ("DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru"),
+    ("scaled DyT against LayerNorm, 600 steps", SMALL, "dyt"),
+    ("scaled DyT against LayerNorm, 3,000 steps", LONG, "dyt"),
+    ("scaled DyT against LayerNorm, 12,000 steps", LONGEST, "dyt"),
+    ("a straight line (control) against LayerNorm, 600 steps", SMALL, "linear"),
+    ("DyISRU, 4 witnesses, against LayerNorm, 3,000 steps", LONG, "dyisru_witnesses"),
+    ("DyT as published against LayerNorm, 600 steps", SMALL, "dyt_published"),
+    ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed"),
+    ("Llama: DyISRU against RMSNorm, 600 steps", LLAMA, "dyisru"),
+)
+_ANSWERS = (
+    ("DyISRU from the first step against LayerNorm, 600 steps", SMALL, "dyisru"),
+    ("DyISRU from the first step against LayerNorm, 3,000 steps", LONG, "dyisru"),
+    ("scaled DyT from the first step against LayerNorm, 600 steps", SMALL, "dyt"),
+    ("scaled DyT from the first step against LayerNorm, 3,000 steps", LONG, "dyt"),
+    ("scaled DyT from the first step against LayerNorm, 12,000 steps", LONGEST, "dyt"),
+    ("DyT as tuned by its authors against LayerNorm, 600 steps", SMALL, "dyt_tuned"),
+    ("annealed DyISRU against LayerNorm, 600 steps", SMALL, "dyisru_annealed"),
+    ("the same, with 30 times the weights' rate for the constants", FASTER, "dyisru_annealed"),
+    ("annealed linear control against LayerNorm, 600 steps", SMALL, "linear_annealed"),
+    ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed"),
+    ("the same, with 30 times the weights' rate for the constants", FASTER_LONG, "dyisru_annealed"),
+    ("the same, from a twentieth to three twentieths, at a lower rate", EARLY, "dyisru_annealed"),
+    ("the same at the weights' rate, from a fifth to three fifths", PATHS, "dyisru_annealed"),
+    ("annealed scaled DyT against LayerNorm, 3,000 steps", LONG, "dyt_annealed"),
+    ("DyISRU with four witnesses against LayerNorm, 600 steps", WITNESSES, "dyisru_witnesses"),
+    ("DyISRU with four witnesses against LayerNorm, 3,000 steps", LONG, "dyisru_witnesses"),
+    ("the same, carrying a fiftieth of the sum at the start", SHARES_LONG, "dyisru_witnesses"),
+    ("DyISRU with four witnesses against LayerNorm, 12,000 steps", LONGEST, "dyisru_witnesses"),
+    (
+        "annealed DyISRU with four witnesses against LayerNorm, 600 steps",
+        WITNESSES,
+        "dyisru_witnesses_annealed",
+    ),
+    (
+        "annealed DyISRU with four witnesses against LayerNorm, 3,000 steps",
+        LONG,
+        "dyisru_witnesses_annealed",
+    ),
+    (
+        "the same, with 30 times the weights' rate for the constants",
+        FASTER_LONG,
+        "dyisru_witnesses_annealed",
+    ),
+    ("DyISRU with the final norm kept against LayerNorm, 600 steps", FINAL, "dyisru_final_norm"),
+    (
+        "DyISRU with the final norm kept against LayerNorm, 3,000 steps",
+        FINAL_LONG,
+        "dyisru_final_norm",
+    ),
+    (
+        "DyISRU with the stream's growth bounded against LayerNorm, 600 steps",
+        BOUND,
+        "dyisru-bound0.1",
+    ),
+    ("the same after 3,000 steps", BOUND_LONG, "dyisru-bound0.1"),
+    ("the same, with the writers' norms fixed, 600 steps", BOUND, "dyisru-writers"),
+    ("the same after 3,000 steps", BOUND_LONG, "dyisru-writers"),
+    ("Muon: DyISRU from the first step against LayerNorm, 600 steps", MUON, "dyisru"),
+    ("Muon: scaled DyT from the first step against LayerNorm, 600 steps", MUON, "dyt"),
+    ("Muon: DyISRU with four witnesses against LayerNorm, 600 steps", MUON, "dyisru_witnesses"),
+    ("Llama: DyISRU from the first step against RMSNorm, 600 steps", LLAMA, "dyisru"),
+    ("Llama: scaled DyT from the first step against RMSNorm, 600 steps", LLAMA, "dyt"),
+    ("Llama: annealed DyISRU against RMSNorm, 600 steps", LLAMA, "dyisru_annealed"),
+    ("10 M parameters: DyISRU from the first step against LayerNorm, 600 steps", MEDIUM, "dyisru"),
+    ("10 M parameters: scaled DyT from the first step against LayerNorm, 600 steps", MEDIUM, "dyt"),
+    ("10 M parameters: annealed DyISRU against LayerNorm, 600 steps", MEDIUM, "dyisru_annealed"),
+)
 
 
 def table(part: Part, study: Mapping[str, Any]) -> str:
@@ -175,193 +246,16 @@ def _lead(part: Part, against: Mapping[str, Any]) -> str:
 
 def headline(study: Mapping[str, Any]) -> str:
     """Return the ten differences of the first page."""
-    return _found(
-        study,
-        ("DyISRU against LayerNorm, 600 steps", SMALL, "dyisru", difference),
-        ("DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru", difference),
-        ("scaled DyT against LayerNorm, 600 steps", SMALL, "dyt", difference),
-        ("scaled DyT against LayerNorm, 3,000 steps", LONG, "dyt", difference),
-        ("scaled DyT against LayerNorm, 12,000 steps", LONGEST, "dyt", difference),
-        ("a straight line (control) against LayerNorm, 600 steps", SMALL, "linear", difference),
-        (
-            "DyISRU, 4 witnesses, against LayerNorm, 3,000 steps",
-            LONG,
-            "dyisru_witnesses",
-            difference,
-        ),
-        ("DyT as published against LayerNorm, 600 steps", SMALL, "dyt_published", difference),
-        ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed", difference),
-        ("Llama: DyISRU against RMSNorm, 600 steps", LLAMA, "dyisru", difference),
-    )
+    return _differences(study, _HEADLINE)
 
 
 def answers(study: Mapping[str, Any]) -> str:
     """Return the difference of each arm and its norm, in a table."""
-    both = "dyisru_witnesses_annealed"
-    return _found(
-        study,
-        ("DyISRU from the first step against LayerNorm, 600 steps", SMALL, "dyisru", difference),
-        ("DyISRU from the first step against LayerNorm, 3,000 steps", LONG, "dyisru", difference),
-        ("scaled DyT from the first step against LayerNorm, 600 steps", SMALL, "dyt", difference),
-        ("scaled DyT from the first step against LayerNorm, 3,000 steps", LONG, "dyt", difference),
-        (
-            "scaled DyT from the first step against LayerNorm, 12,000 steps",
-            LONGEST,
-            "dyt",
-            difference,
-        ),
-        (
-            "DyT as tuned by its authors against LayerNorm, 600 steps",
-            SMALL,
-            "dyt_tuned",
-            difference,
-        ),
-        ("annealed DyISRU against LayerNorm, 600 steps", SMALL, "dyisru_annealed", difference),
-        (
-            "the same, with 30 times the weights' rate for the constants",
-            FASTER,
-            "dyisru_annealed",
-            difference,
-        ),
-        (
-            "annealed linear control against LayerNorm, 600 steps",
-            SMALL,
-            "linear_annealed",
-            difference,
-        ),
-        ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed", difference),
-        (
-            "the same, with 30 times the weights' rate for the constants",
-            FASTER_LONG,
-            "dyisru_annealed",
-            difference,
-        ),
-        (
-            "the same, from a twentieth to three twentieths, at a lower rate",
-            EARLY,
-            "dyisru_annealed",
-            difference,
-        ),
-        (
-            "the same at the weights' rate, from a fifth to three fifths",
-            PATHS,
-            "dyisru_annealed",
-            difference,
-        ),
-        ("annealed scaled DyT against LayerNorm, 3,000 steps", LONG, "dyt_annealed", difference),
-        (
-            "DyISRU with four witnesses against LayerNorm, 600 steps",
-            WITNESSES,
-            "dyisru_witnesses",
-            difference,
-        ),
-        (
-            "DyISRU with four witnesses against LayerNorm, 3,000 steps",
-            LONG,
-            "dyisru_witnesses",
-            difference,
-        ),
-        (
-            "the same, carrying a fiftieth of the sum at the start",
-            SHARES_LONG,
-            "dyisru_witnesses",
-            difference,
-        ),
-        (
-            "DyISRU with four witnesses against LayerNorm, 12,000 steps",
-            LONGEST,
-            "dyisru_witnesses",
-            difference,
-        ),
-        (
-            "annealed DyISRU with four witnesses against LayerNorm, 600 steps",
-            WITNESSES,
-            both,
-            difference,
-        ),
-        (
-            "annealed DyISRU with four witnesses against LayerNorm, 3,000 steps",
-            LONG,
-            both,
-            difference,
-        ),
-        (
-            "the same, with 30 times the weights' rate for the constants",
-            FASTER_LONG,
-            both,
-            difference,
-        ),
-        (
-            "DyISRU with the final norm kept against LayerNorm, 600 steps",
-            FINAL,
-            "dyisru_final_norm",
-            difference,
-        ),
-        (
-            "DyISRU with the final norm kept against LayerNorm, 3,000 steps",
-            FINAL_LONG,
-            "dyisru_final_norm",
-            difference,
-        ),
-        (
-            "DyISRU with the stream's growth bounded against LayerNorm, 600 steps",
-            BOUND,
-            "dyisru-bound0.1",
-            difference,
-        ),
-        ("the same after 3,000 steps", BOUND_LONG, "dyisru-bound0.1", difference),
-        ("the same, with the writers' norms fixed, 600 steps", BOUND, "dyisru-writers", difference),
-        ("the same after 3,000 steps", BOUND_LONG, "dyisru-writers", difference),
-        (
-            "Muon: DyISRU from the first step against LayerNorm, 600 steps",
-            MUON,
-            "dyisru",
-            difference,
-        ),
-        (
-            "Muon: scaled DyT from the first step against LayerNorm, 600 steps",
-            MUON,
-            "dyt",
-            difference,
-        ),
-        (
-            "Muon: DyISRU with four witnesses against LayerNorm, 600 steps",
-            MUON,
-            "dyisru_witnesses",
-            difference,
-        ),
-        (
-            "Llama: DyISRU from the first step against RMSNorm, 600 steps",
-            LLAMA,
-            "dyisru",
-            difference,
-        ),
-        (
-            "Llama: scaled DyT from the first step against RMSNorm, 600 steps",
-            LLAMA,
-            "dyt",
-            difference,
-        ),
-        ("Llama: annealed DyISRU against RMSNorm, 600 steps", LLAMA, "dyisru_annealed", difference),
-        (
-            "10 M parameters: DyISRU from the first step against LayerNorm, 600 steps",
-            MEDIUM,
-            "dyisru",
-            difference,
-        ),
-        (
-            "10 M parameters: scaled DyT from the first step against LayerNorm, 600 steps",
-            MEDIUM,
-            "dyt",
-            difference,
-        ),
-        (
-            "10 M parameters: annealed DyISRU against LayerNorm, 600 steps",
-            MEDIUM,
-            "dyisru_annealed",
-            difference,
-        ),
-    )
+    return _differences(study, _ANSWERS)
+
+
+def _differences(study: Mapping[str, Any], questions: Iterable[tuple[str, Part, str]]) -> str:
+    return _found(study, *((*question, difference) for question in questions))
 
 
 def rates(study: Mapping[str, Any]) -> str:

@@ -94,4 +94,4 @@ def test_the_build_file_names_a_kernel_without_compiled_parts(repository: Path) 
     build = tomllib.loads((repository / "build.toml").read_text())
     assert build["general"]["name"].replace("-", "_") == "dynorm_kernels"
     assert build["torch-noarch"] == {}
-    assert "genKernelFlakeOutputs" in (repository / "flake.nix").read_text()
+    assert (repository / "flake.nix").is_file()

@@ -188,7 +188,7 @@ def test_a_file_may_have_some_fields() -> None:
     assert Recipe().changed(witnesses=2).witnesses == 2
     with pytest.raises(ArgumentError, match=r"witneses.*witnesses"):
         Recipe().changed(witneses=2)
-    with pytest.raises(ArgumentError, match="got 'zzzz': there are to, only"):
+    with pytest.raises(ArgumentError, match=r"got 'zzzz'.*only"):
         Recipe().changed(zzzz=2)
 
 
@@ -242,9 +242,8 @@ def test_a_file_that_is_not_a_recipe(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_values_are_refused(name: str, value: object) -> None:
-    words = {"to": "the layer must be", "only": "globs must be", "skip": "globs must be"}
-    words["sites"] = "must"
-    with pytest.raises(ArgumentError, match=words.get(name, f"^(the number of )?{name} must be")):
+    words = {"to": "layer must", "only": "globs must", "skip": "globs must", "sites": "must"}
+    with pytest.raises(ArgumentError, match=words.get(name, rf"\b{name} must")):
         Recipe().changed(**{name: value}).check()
 
 
@@ -266,7 +265,7 @@ def test_convert_model_takes_a_recipe_and_changes_of_it() -> None:
 
 def test_convert_model_refuses_what_is_not_a_recipe() -> None:
     model = plain()
-    with pytest.raises(ArgumentError, match=r"recipe must be a dynorm\.Recipe"):
+    with pytest.raises(ArgumentError, match=r"recipe.*dynorm\.Recipe"):
         dynorm.convert_model(model, rows(), recipe={"to": "dyt"})  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"you.*witnesses"):
         dynorm.convert_model(model, rows(), witness=2)  # type: ignore[call-arg]

@@ -271,9 +271,7 @@ def test_vmap_and_compile(name: str) -> None:
 @pytest.mark.parametrize("name", LEAVE_ONE_OUT)
 @pytest.mark.parametrize("shape", [(3, 1), (3, 0)])
 def test_fewer_than_two_channels_are_refused(name: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(
-        ArgumentError, match=rf"at least 2 channels.*got {shape[1]} in shape \(3, {shape[1]}\)"
-    ):
+    with pytest.raises(ArgumentError, match=rf"2 channels.*got {shape[1]}.*\(3, {shape[1]}\)"):
         PER_CHANNEL[name](torch.ones(shape))
 
 
@@ -297,17 +295,17 @@ def test_bad_input_is_refused(name: str) -> None:
     [
         (
             lambda: theory.layer_norm_slope_factor(torch.ones(3, dtype=torch.int64)),
-            "x must be a real floating",
+            "x.*floating",
         ),
         (
             lambda: theory.closed_form_beta(-1.0, 3),
-            "variance must be finite and not negative, got -1.0",
+            "variance.*got -1.0",
         ),
-        (lambda: theory.closed_form_beta(1.0, 0), "channels must be at least 1, got 0"),
-        (lambda: theory.closed_form_beta(torch.ones(2), -1), "channels must be at least 1, got -1"),
-        (lambda: theory.scaled_dyt_alpha(0.0), "beta must be positive and finite, got 0.0"),
-        (lambda: theory.derf_alpha(math.nan), "beta must be positive and finite, got nan"),
-        (lambda: theory.linear_slope(math.inf, 1.0), "beta must be positive and finite, got inf"),
+        (lambda: theory.closed_form_beta(1.0, 0), "channels.*1, got 0"),
+        (lambda: theory.closed_form_beta(torch.ones(2), -1), "channels.*1, got -1"),
+        (lambda: theory.scaled_dyt_alpha(0.0), r"beta.*got 0\.0"),
+        (lambda: theory.derf_alpha(math.nan), "beta.*got nan"),
+        (lambda: theory.linear_slope(math.inf, 1.0), "beta.*got inf"),
     ],
 )
 def test_error(call: Callable[[], object], message: str) -> None:

@@ -112,7 +112,7 @@ def test_joined_projections_are_parted_and_keys_have_no_bias() -> None:
     tensors["encoder/layer_0/self_attention/linear_0/bias"][2] = 1
     with pytest.raises(SystemExit, match=r"keys.*bias"):
         whisper.weights(ctranslate2(tensors))
-    with pytest.raises(SystemExit, match="of version 6, but is 5"):
+    with pytest.raises(SystemExit, match=r"version 6.*5"):
         whisper.weights(struct.pack("<I", 5))
 
 

@@ -284,35 +284,35 @@ X = torch.ones(2, 3)
 ERRORS: list[tuple[Callable[[], object], str]] = [
     (
         lambda: F.dyt(X, 0.5, witnesses=torch.ones(1)),
-        r"witnesses must be an integer tensor.*float32 of shape \(1,\)",
+        r"witnesses.*integer.*float32.*\(1,\)",
     ),
     (
         lambda: F.dyisru(X, 1.0, witnesses=torch.tensor(1)),
-        r"witnesses must be.*got torch.int64 of shape \(\)",
+        r"witnesses.*got torch.int64.*\(\)",
     ),
     (
         lambda: F.dyisru(X, 1.0, witnesses=torch.tensor([2, 0, 2])),
-        r"different channels .* named twice: \(2, 0, 2\)",
+        r"twice: \(2, 0, 2\)",
     ),
-    (lambda: F.linear(X, 1.0, witnesses=torch.tensor([3])), "from 0 to 2, but 3 is out of range"),
+    (lambda: F.linear(X, 1.0, witnesses=torch.tensor([3])), "0 to 2.*3.*range"),
     (
         lambda: F.linear(X, 1.0, witnesses=torch.arange(4)),
-        r"at most the 3 channels of x, got .* of shape \(4,\)",
+        r"3 channels.*got.*\(4,\)",
     ),
     (
         lambda: F.derf(X, 0.5, witnesses=torch.arange(2), gain=torch.ones(1)),
-        r"gain must have .*\(2,\), got \(1,\)",
+        r"gain.*\(2,\), got \(1,\)",
     ),
     (
         lambda: F.dyt(X, 0.5, witnesses=torch.arange(2), gain=torch.arange(2)),
-        "gain must be a real floating point",
+        "gain.*floating",
     ),
     (
         lambda: F.dyt(X, 0.5, gain=torch.ones(2)),
-        r"gain must come with witnesses, got \(2,\) for none",
+        r"gain.*witnesses, got \(2,\)",
     ),
-    (lambda: theory.closed_form_gain(3, 4, 0.5), "count must be from 1 to the 3 channels, got 4"),
-    (lambda: theory.closed_form_gain(3, 1, 1.0), "share must be above 0 and below 1, got 1.0"),
+    (lambda: theory.closed_form_gain(3, 4, 0.5), "count.*3 channels, got 4"),
+    (lambda: theory.closed_form_gain(3, 1, 1.0), "share.*1, got 1.0"),
 ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -38,8 +39,11 @@ def undisturbed(
     *,
     evaluate: bool = False,
     attributes: bool = False,
-) -> Iterator[None]:
+) -> Iterator[Callable[[], None]]:
     """Run a model without gradient, then put back its random states, buffers and modes.
+
+    The context is a function that puts back the buffers, and with ``attributes`` the attributes,
+    between two runs inside.
 
     The fused path of ``nn.TransformerEncoder`` is disabled, because it computes norms without
     calling them. The random states are those of the CPU and of the devices of the model and of
@@ -69,23 +73,27 @@ def undisturbed(
     for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]:
         if isinstance(tensor, Tensor) and tensor.is_cuda:
             cuda.add(tensor.get_device())
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        for buffer, value in zip(buffers, values, strict=True):
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+
     try:
         if evaluate:
             model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
         with torch.random.fork_rng(devices=sorted(cuda)), torch.no_grad():
-            yield
+            yield put_back
     finally:
         torch.backends.mha.set_fastpath_enabled(is_fused)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-        for table, before in tables:
-            table.clear()
-            table.update(before)
-        with torch.no_grad():
-            for buffer, value in zip(buffers, values, strict=True):
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        put_back()
         if evaluate:
             for module in training:
                 module.training = True
@@ -138,6 +146,26 @@ def edited_parts(model: nn.Module) -> list[Any]:
     if hasattr(config, "to_dict"):
         parts.append(config)
     return parts
+
+
+Function = Callable[..., Any]
+
+
+class FunctionMode(TorchFunctionMode):
+    """Run all functions of torch through the method ``call``, which a subclass overrides."""
+
+    def __torch_function__(
+        self,
+        func: Function,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of one call."""
+        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -155,9 +155,7 @@ def unconverted() -> Any:
     return dynorm.restore_(model)
 
 
-WARNED = (
-    r"(\d) of the norms are part of a peft adapter \(the first is .*ln_1\..*convert the base model"
-)
+WARNED = r"(\d).*peft adapter.*ln_1\..*base"
 
 
 # peft warns about a LayerNorm, which it does not merge.
@@ -180,7 +178,7 @@ def test_norms_inside_of_an_adapter_are_converted_with_a_warning(tmp_path: Path,
         "log_beta" in name for name in load_file(tmp_path / "adapter/adapter_model.safetensors")
     )
     # A fresh base would drop the constants: peft only says so to those who ask.
-    with pytest.raises(dynorm.errors.StorageError, match="must be loaded on the converted model"):
+    with pytest.raises(dynorm.errors.StorageError, match=r"loaded.*converted"):
         peft.PeftModel.from_pretrained(unconverted(), str(tmp_path / "adapter"))
     # Merged, it is an ordinary converted model.
     tuned = first(lora)
@@ -211,7 +209,7 @@ def test_an_adapter_of_a_converted_base_is_refused_on_the_original(tmp_path: Pat
     with pytest.raises(dynorm.errors.StorageError, match=r"has others: .*transformer\.h\.0\.ln_1"):
         peft.PeftModel.from_pretrained(unconverted(), tmp_path / "adapter")
     other = adapted(unconverted(), modules_to_save=NORMS)
-    with pytest.raises(dynorm.errors.StorageError, match="must be loaded on the converted model"):
+    with pytest.raises(dynorm.errors.StorageError, match=r"loaded.*converted"):
         other.load_adapter(str(tmp_path / "adapter"), "second")
 
 
@@ -240,7 +238,7 @@ def test_an_adapter_without_layers_warns_on_an_unconverted_base(
     lora = adapted(model, trainable_token_indices=tokens)
     train(lora)
     lora.save_pretrained(tmp_path / "adapter")
-    with pytest.warns(UserWarning, match="a converted model with 5 point-wise layers, .* has 0"):
+    with pytest.warns(UserWarning, match="converted.*5.*has 0"):
         peft.PeftModel.from_pretrained(unconverted(), str(tmp_path / "adapter"))
     # An adapter of the original has no such note, and goes on either.
     plain = adapted(unconverted(), trainable_token_indices=tokens)
@@ -257,5 +255,5 @@ def test_each_adapter_of_several_has_the_note(tmp_path: Path) -> None:
     lora.add_adapter("second", lora.peft_config["default"])
     lora.save_pretrained(save_directory=str(tmp_path))
     for folder in (tmp_path, tmp_path / "second"):
-        with pytest.warns(UserWarning, match="has 0: load it on the converted base"):
+        with pytest.warns(UserWarning, match="has 0.*converted"):
             peft.PeftModel.from_pretrained(unconverted(), model_id=str(folder))

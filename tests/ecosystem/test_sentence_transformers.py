@@ -168,8 +168,6 @@ def test_a_damaged_list_of_modules_is_refused_before_the_work(
     with_dense: Path, words: Path, tmp_path: Path
 ) -> None:
     (with_dense / "modules.json").write_text(json.dumps([{"idx": 0}]))
-    with pytest.raises(
-        dynorm.errors.StorageError, match=r"modules\.json must be a list of modules"
-    ):
+    with pytest.raises(dynorm.errors.StorageError, match=r"modules\.json.*list"):
         convert_pretrained(with_dense, tmp_path / "out", WORDS, texts=[words])
     assert not (tmp_path / "out").exists()

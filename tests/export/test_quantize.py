@@ -84,7 +84,7 @@ def test_bounds_are_in_float32_at_least() -> None:
 
 def test_an_annealed_layer_has_its_bound_at_the_end_only() -> None:
     layer = dynorm.layers.AnnealedDyISRU(C)
-    with pytest.raises(dynorm.errors.ArgumentError, match="at t = 1, but is at 0: call finalize_"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"t = 1.*0: call finalize_"):
         output_bounds(layer)
     layer.set_t_(1.0)
     assert_close(output_bounds(layer), torch.full((C,), math.sqrt(C - 1)))
@@ -93,13 +93,13 @@ def test_an_annealed_layer_has_its_bound_at_the_end_only() -> None:
 @pytest.mark.parametrize(
     ("layer", "options", "message"),
     [
-        (nn.LayerNorm(C), {}, "a point-wise layer of dynorm, got LayerNorm"),
-        (dynorm.LinearControl(C), {}, "LinearControl has no bound: pass sigmas"),
-        (dynorm.DyISRU(C), {"sigmas": 0.0}, "sigmas must be a positive finite number, got 0.0"),
+        (nn.LayerNorm(C), {}, "point-wise.*got LayerNorm"),
+        (dynorm.LinearControl(C), {}, "LinearControl.*bound.*sigmas"),
+        (dynorm.DyISRU(C), {"sigmas": 0.0}, "sigmas.*got 0.0"),
         (
             dynorm.DyISRU(C),
             {"sigmas": math.nan},
-            "sigmas must be a positive finite number, got nan",
+            "sigmas.*got nan",
         ),
     ],
 )
@@ -248,9 +248,9 @@ def test_bad_models_are_refused() -> None:
     for model, message in [
         (
             nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C)).eval(),
-            "must have point-wise layers, but has none",
+            "point-wise layers",
         ),
-        (nn.Sequential(dynorm.DyISRU(C), nn.Linear(C, C)), "must be in eval mode"),
+        (nn.Sequential(dynorm.DyISRU(C), nn.Linear(C, C)), "eval mode"),
         (nn.Sequential(dynorm.DyISRU(C), nn.ReLU(), nn.Linear(C, C)).eval(), "but none does"),
     ]:
         with pytest.raises(dynorm.errors.ModelError, match=message):
@@ -328,7 +328,7 @@ def test_a_power_outside_of_0_to_1_is_refused(power: Any) -> None:
     model, x = net(), torch.randn(2, C)
     readers = find_readers(model, x)
     assert_refused_unchanged(
-        model, readers, dynorm.errors.ArgumentError, "a power from 0 to 1", per_channel=power
+        model, readers, dynorm.errors.ArgumentError, "power.*0.*1", per_channel=power
     )
 
 
@@ -513,9 +513,7 @@ def test_a_refused_call_leaves_the_model_alone() -> None:
     ]:
         assert_refused_unchanged(model, readers, dynorm.errors.ArgumentError, message, **options)
     wrong = [*readers, Reader("nowhere", "one", 2, False)]
-    assert_refused_unchanged(
-        model, wrong, dynorm.errors.ModelError, "readers must be of this model"
-    )
+    assert_refused_unchanged(model, wrong, dynorm.errors.ModelError, "readers.*model")
     wrong = [*readers, Reader("a", "b", 2, False)]
     assert_refused_unchanged(model, wrong, dynorm.errors.ModelError, "find_readers again")
     linear = Net(layer_of(dynorm.DyISRU), layer_of(dynorm.LinearControl)).eval()
@@ -525,7 +523,7 @@ def test_a_refused_call_leaves_the_model_alone() -> None:
     double = net().double()
     readers = find_readers(double, x.double())
     assert_refused_unchanged(
-        double, readers, dynorm.errors.ArgumentError, "for torchao, got torch.float64: cast it"
+        double, readers, dynorm.errors.ArgumentError, "torchao, got torch.float64"
     )
 
 

@@ -121,7 +121,8 @@ def test_a_layer_that_is_the_norm_is_recovered(to: str, per_channel: bool) -> No
     fitted.update(x, x)
     truth = copy.deepcopy(layer)
     with torch.no_grad():
-        truth.fill_slope_(fitted._betas[min(6, len(fitted._betas) - 1)])
+        # Candidates lie a quarter of a decade apart, but a linear layer has only one.
+        truth.fill_slope_(layer.beta() * (1.0 if to == "linear" else 10**0.5))
         truth.weight.uniform_(0.5, 2.0)
         truth.bias.normal_()
     again = fit.SiteFit(layer, norm, Ranks())
@@ -611,10 +612,10 @@ def test_inputs_without_spread_keep_the_constants(norm: nn.Module, value: float)
     model = converted(site(norm), torch.randn(4, C))
     before = parameters(model)
     if norm.eps == 0 and isinstance(norm, nn.LayerNorm):
-        with pytest.raises(DataError, match="the norm at '0' saw NaN"):
+        with pytest.raises(DataError, match=r"norm.*'0'.*NaN"):
             dynorm.calibrate_(model, [x])
     else:
-        with pytest.warns(CalibrationWarning, match="kept the constants of 0: no batch reached"):
+        with pytest.warns(CalibrationWarning, match="constants.*0.*reached"):
             assert dynorm.calibrate_(model, [x]).unreached == ["0"]
     assert same(parameters(model), before)
 
@@ -665,9 +666,7 @@ def test_a_norm_called_twice_and_one_that_is_not_reached() -> None:
     x = torch.randn(20, C)
     model = converted(Twice(), x, x)
     before = parameters(model)
-    with pytest.warns(
-        CalibrationWarning, match="kept the constants of other: no batch reached"
-    ) as caught:
+    with pytest.warns(CalibrationWarning, match="constants.*other.*reached") as caught:
         report = dynorm.calibrate_(model, [x, x])
     assert [warning.filename for warning in caught] == [__file__]
     assert [(s.path, s.tokens) for s in report.sites] == [("norm", 80)]
@@ -732,10 +731,10 @@ def fails(model: nn.Module, batches: Any, match: str, error: type[Exception] = D
 @pytest.mark.parametrize(
     ("batches", "match"),
     [
-        ([], "must hold at least one batch, got none"),
-        (iter([]), "must hold at least one batch, got none"),
-        (torch.randn(2, 3, C), "got a Tensor: for a single batch, pass a list of it"),
-        ({"input": torch.randn(2, 3, C)}, "got a dict: for a single batch"),
+        ([], "batch.*got none"),
+        (iter([]), "batch.*got none"),
+        (torch.randn(2, 3, C), "got a Tensor"),
+        ({"input": torch.randn(2, 3, C)}, "got a dict"),
         ("some text", "got a str"),
         (7, "got a int"),
         (None, "got a NoneType"),
@@ -744,10 +743,10 @@ def fails(model: nn.Module, batches: Any, match: str, error: type[Exception] = D
         ([{}], "got dict at 0"),
         ([{"input": [1, 2]}], "got dict at 0"),
         ([()], "got tuple at 0"),
-        ([torch.randn(2, 3, C + 1)], "the model must run on each batch, but ArgumentError"),
+        ([torch.randn(2, 3, C + 1)], "run.*batch.*ArgumentError"),
         (
             [torch.randn(2, 3, C), {"wrong": torch.randn(2)}],
-            "the model must run on each batch, but TypeError",
+            "run.*batch.*TypeError",
         ),
     ],
 )
@@ -764,7 +763,7 @@ def test_activations_that_are_not_finite(value: float) -> None:
     fails(
         model,
         [x, bad],
-        r"the norm at '0\.norm1' saw NaN, inf or values whose squares overflow in batch 1",
+        r"'0\.norm1'.*NaN.*batch 1",
     )
 
 
@@ -782,9 +781,7 @@ def test_a_failure_in_the_second_pass() -> None:
 
     model = Picky()
     x = scaled_tokens(5)
-    fails(
-        converted(model, x), [x], "the model must run on each batch, but ValueError: not normalized"
-    )
+    fails(converted(model, x), [x], "run.*batch.*ValueError")
 
 
 def test_batches_that_break_off() -> None:
@@ -803,7 +800,7 @@ def loaded() -> nn.Module:
     ("build", "match"),
     [
         (lambda: transformer(1), r"has none: call dynorm\.convert_"),
-        (loaded, r"the layer '0' must have replaced a norm .* convert the original again"),
+        (loaded, "layer '0'.*replaced.*original"),
         (lambda: torch.compile(loaded(), backend="eager"), r"compiled: pass model\._orig_mod"),
         (lambda: loaded().to("meta"), "meta device"),
     ],
@@ -850,7 +847,7 @@ def test_a_lean_is_a_share(lean: Any) -> None:
     dynorm.convert_(
         model, dynorm.find_norms(model, torch.randn(4, C)), per_channel=False, witnesses=0
     )
-    with pytest.raises(dynorm.errors.ArgumentError, match="lean must be a number from 0 to 1"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"lean.*from 0 to 1"):
         dynorm.calibrate_(model, [torch.randn(64, C)], lean=lean)
 
 
@@ -920,6 +917,26 @@ def test_with_witnesses_more_tokens_are_needed() -> None:
     )
     assert dynorm.calibrate_(model, [scaled_tokens(255)]).few == ["0"]
     assert dynorm.calibrate_(model, [scaled_tokens(256)]).few == []
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_the_error_is_that_of_the_layer_as_it_is_now(
+    kind: type[nn.Module], per_channel: bool
+) -> None:
+    x = scaled_tokens(400).double()
+    norm = kind(C).double()
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.add_(0.5 * torch.randn(C))
+    model = converted(site(copy.deepcopy(norm)), x, per_channel=per_channel)
+    error = dynorm.calibrate_(model, [x]).sites[0].error
+    with torch.no_grad():
+        y = norm(x)
+        about = y.mean(0) if kind is nn.LayerNorm else 0.0
+        measured = (model(x) - y).norm() / (y - about).norm()
+    assert error > 0.1
+    assert error == pytest.approx(float(measured), rel=1e-6)
 
 
 def test_the_error_of_few_tokens_is_too_small() -> None:

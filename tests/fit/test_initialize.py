@@ -84,11 +84,9 @@ def test_errors_leave_the_constants_as_they_were() -> None:
         with pytest.raises(dynorm.errors.DataError):
             dynorm.init_from_batch_(model, batch)
         assert all(torch.equal(v, before[name]) for name, v in model.state_dict().items())
-    with pytest.raises(
-        dynorm.errors.DataError, match=r"^the batch must be a tensor, .*got str: make"
-    ):
+    with pytest.raises(dynorm.errors.DataError, match=r"^the batch.*str"):
         dynorm.init_from_batch_(model, "text")
-    with pytest.raises(dynorm.errors.DataError, match="not all the same"):
+    with pytest.raises(dynorm.errors.DataError, match=r"not.*same"):
         dynorm.init_from_batch_(nn.Sequential(DyISRU(8)), torch.zeros(4, 8))
     with pytest.raises(dynorm.errors.ModelError, match=r"point-wise.*layers"):
         dynorm.init_from_batch_(nn.Linear(8, 8), torch.randn(4, 8))

@@ -179,7 +179,7 @@ class Threaded(nn.Module):
 
 def test_layers_called_in_a_thread_of_the_model_are_refused_by_the_reason() -> None:
     model = converted(Threaded())
-    with pytest.raises(ModelError, match="in a thread that it has started"):
+    with pytest.raises(ModelError, match=r"thread.*started"):
         dynorm.calibrate_(model, batches())
 
 

@@ -101,9 +101,7 @@ def test_the_second_norm_comes_back(tmp_path: Path) -> None:
     model = half_loaded(tmp_path / "model")
     dynorm.calibrate_(model, batches())
     first = model.first
-    with pytest.warns(
-        CalibrationWarning, match="left first as they are: their norms are not known"
-    ):
+    with pytest.warns(CalibrationWarning, match="left first.*known"):
         dynorm.restore_(model)
     assert model.first is first
     assert isinstance(model.second, nn.LayerNorm)
@@ -111,9 +109,9 @@ def test_the_second_norm_comes_back(tmp_path: Path) -> None:
     x = batches()[0]
     assert torch.equal(model(x), expected(x))
     # Then there is nothing left that is known.
-    with pytest.raises(ModelError, match="those of first are not"):
+    with pytest.raises(ModelError, match="those of first"):
         dynorm.restore_(model)
-    with pytest.raises(ModelError, match="the layer 'first' must have replaced a norm"):
+    with pytest.raises(ModelError, match=r"'first'.*replaced.*norm"):
         dynorm.calibrate_(model, batches())
 
 
@@ -146,7 +144,7 @@ def test_distillation(tmp_path: Path, which: str) -> None:
         assert report.steps == 8
 
     if which == "none":
-        with pytest.warns(CalibrationWarning, match="left first as they are"):
+        with pytest.warns(CalibrationWarning, match="left first"):
             distilled()
     else:
         distilled()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import dynorm
 from dynorm.batches import call
@@ -73,6 +74,28 @@ def test_the_joint_error_falls(to: str) -> None:
         "left": [],
     }
     assert str(report).startswith("41 steps of joint refinement: mean site error 0.")
+
+
+def test_the_rate_warms_up_over_a_tenth_of_the_steps_and_falls_as_a_cosine() -> None:
+    model, batches = model_and_batches()
+    steps, lr = 30, 2e-3
+    used: list[float] = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        used.append(max(group["lr"] for group in optimizer.param_groups))
+
+    hook = register_optimizer_step_pre_hook(note)
+    try:
+        dynorm.refine_(model, batches, steps=steps, lr=lr)
+    finally:
+        hook.remove()
+    warm_up = [1 / 3, 2 / 3]
+    expected = []
+    for step in range(steps):
+        height = warm_up[step] if step < 2 else 1.0
+        expected.append(height * math.cos(math.pi * step / steps / 2) ** 2)
+    assert [rate / used[2] * expected[2] for rate in used] == pytest.approx(expected)
+    assert used[2] >= lr * expected[2]
 
 
 def test_only_point_wise_layers_move() -> None:
@@ -234,37 +257,37 @@ def test_wrong_batches() -> None:
     fails(
         model,
         iter(batches),
-        "a one-shot iterator must hold a batch for each step, got 4 for 6 steps: pass a list",
+        "one-shot.*got 4 for 6",
     )
-    fails(model, [], "must hold at least one batch")
+    fails(model, [], "least.*batch")
     fails(model, "text", "got a str")
     fails(model, [*batches, 3], "got int at 4")
-    fails(model, [torch.randn(2, C + 1)], "must run on each batch")
+    fails(model, [torch.randn(2, C + 1)], "run.*batch")
     fails(
         model,
         [*batches, batches[0] * math.nan],
-        "the loss must be finite, but is nan in batch 4: lower lr",
+        "loss.*nan.*batch 4",
     )
     fails(
         model.bfloat16(),
         [*(b.bfloat16() for b in batches), batches[0].bfloat16() * math.nan],
-        "but is nan in batch 4",
+        "nan.*batch 4",
     )
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"steps": 0}, "steps must be an integer, at least 1, got 0"),
+        ({"steps": 0}, "steps.*got 0"),
         ({"steps": -3}, "got -3"),
         ({"steps": 2.5}, r"got 2\.5"),
         ({"lr": 0.0}, r"got 0\.0"),
         ({"lr": -1.0}, r"got -1\.0"),
         ({"lr": math.nan}, "got nan"),
         ({"lr": math.inf}, "got inf"),
-        ({"lr": "a"}, "lr must be a positive finite number, got 'a'"),
+        ({"lr": "a"}, "lr.*got 'a'"),
         ({"lr": None}, "got None"),
-        ({"accumulate": 0}, "accumulate must be an integer, at least 1, got 0"),
+        ({"accumulate": 0}, "accumulate.*got 0"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], match: str) -> None:
@@ -284,7 +307,7 @@ def test_a_batch_that_reaches_no_site() -> None:
     model = Sometimes()
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, C)))
     dynorm.calibrate_(model, [torch.randn(64, C)])
-    fails(model, [(torch.randn(4, C), False)], "must reach at least one point-wise layer")
+    fails(model, [(torch.randn(4, C), False)], "reach.*point-wise")
 
 
 @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
@@ -318,7 +341,7 @@ def test_models_that_cannot_be_refined() -> None:
         dynorm.refine_(nn.Sequential(dynorm.DyT(C)), x, steps=1)
     model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C))
     dynorm.convert_(model, dynorm.find_norms(model, x[0]), to="annealed")
-    with pytest.raises(ModelError, match="annealed ones at t = 0"):
+    with pytest.raises(ModelError, match=r"annealed.*t = 0"):
         dynorm.refine_(model, x, steps=1)
     dynorm.set_anneal_(model, 1.0)
     assert dynorm.refine_(model, x, steps=1).steps == 1

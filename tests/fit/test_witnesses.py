@@ -56,6 +56,16 @@ def test_the_channels_that_carry_the_scale_are_found(kind: str) -> None:
     assert list(found.explained) == sorted(found.explained)
 
 
+def test_channels_that_are_large_in_all_tokens_do_not_hide_one_that_varies() -> None:
+    """There are more of them than channels that are tried."""
+    x = 0.1 * torch.randn(2000, 200)
+    x[:, :100] = 10.0
+    x[:, 150] = torch.where(torch.rand(2000) < 0.1, 20.0, 1.0)
+    scales = TokenScales("rmsnorm", 1e-6, None, Ranks())
+    scales.update(x)
+    assert scales.choose(4).channels == (150,)
+
+
 def test_no_more_are_taken_than_wanted_and_none_that_tells_nothing() -> None:
     scales = TokenScales("rmsnorm", 0.0, None, Ranks())
     scales.update(tokens())
@@ -232,11 +242,12 @@ def test_refinement_moves_the_gains() -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.9])
 def test_from_a_batch_the_witnesses_carry_their_share(share: float) -> None:
-    layer = dynorm.DyISRU(CHANNELS, witnesses=4)
-    x = torch.randn(4000, CHANNELS) * 3
+    layer = dynorm.DyISRU(CHANNELS, witnesses=4, center=True)
+    x = torch.randn(4000, CHANNELS) * 3 + 5
     dynorm.init_from_batch_(nn.Sequential(layer), x, share=share)
-    told = (layer.log_gain.detach().exp() * x[:, :4].square().mean(0)).sum()
-    whole = CHANNELS * float(x.square().mean())
+    centred = x - x.mean()
+    told = (layer.log_gain.detach().exp() * centred[:, :4].square().mean(0)).sum()
+    whole = CHANNELS * float(centred.square().mean())
     assert float(told) == pytest.approx(share * whole, rel=1e-3)
     assert float(layer.beta().detach()) == pytest.approx((1 - share) * whole, rel=1e-3)
 

@@ -166,17 +166,27 @@ def test_a_jump_gives_no_tolerance() -> None:
 
 
 def test_each_half_precision_output_has_its_own_noise() -> None:
-    noisy = torch.tensor([1.0, 1.06])
-    model = net(dtype=torch.bfloat16)
+    class Two(nn.Module):
+        """One output that is exact in bfloat16, and one that a sum with 40 has rounded."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.exact, self.rounded = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * self.exact, (x + 40 - 40) * self.rounded
+
+    model = Two().bfloat16()
     check = Check(model, ((x_of().bfloat16(),), {}))
-    check._noises, check.tolerance = [0.0, 0.09], 0.18
-    check._before = [[torch.ones(2), torch.ones(2)]]
-    check.inputs = check.inputs[:1]
-    check._outputs = lambda model, inputs: [noisy, torch.ones(2)]  # type: ignore[method-assign]
-    with pytest.raises(ModelError, match=r"differ by 4\.2e-02"):
-        check.require_same(model)
-    check._outputs = lambda model, inputs: [torch.ones(2), noisy]  # type: ignore[method-assign]
-    assert check.require_same(model)["error"] == pytest.approx(0.06 / 2**0.5)
+    with torch.no_grad():
+        model.rounded.fill_(1.0625)
+        assert check.require_same(model)["error"] > 0.05  # type: ignore[operator]
+        model.rounded.fill_(1)
+        model.exact.fill_(1.0625)
+        with pytest.raises(ModelError, match=r"1\.6e-02.*differ by 6\.\de-02"):
+            check.require_same(model)
+    # Both are within the tolerance for all outputs together.
+    assert max(check.errors(model)) < check.tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -201,6 +211,32 @@ def test_a_logarithm_gets_fresh_positive_inputs() -> None:
     report = fold_(net(lambda m, x: m.h(m.n(m.e(x.log())))), x_of().abs() + 0.1)
     assert report.fresh == 2
     assert report.count("affine") == 1
+
+
+def test_the_two_fresh_inputs_and_the_example_differ() -> None:
+    check = Check(net(), ((x_of(),), {}))
+    (example,), (first,), (second,) = (args for args, _ in check.inputs)
+    assert not torch.equal(first, example)
+    assert not torch.equal(second, example)
+    assert not torch.equal(first, second)
+
+
+def test_outputs_of_several_lengths_are_compared() -> None:
+    class Ragged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return torch.nested.as_nested_tensor([y[:2], y], layout=torch.jagged)
+
+    model = Ragged().double()
+    check = Check(model, ((x_of(),), {}))
+    assert max(check.errors(model)) == 0
+    with torch.no_grad():
+        model.linear.weight.mul_(1.5)
+    assert max(check.errors(model)) > 0.1
 
 
 def test_an_example_that_gives_no_number_is_no_example() -> None:

@@ -393,7 +393,7 @@ def test_norms_whose_readers_are_shared_in_a_chain_fall_together(
     model = model_of(run, k=nn.Linear(C, 3), **norms)
     for name in norms:
         getattr(model, name).load_state_dict(model.n.state_dict())
-    monkeypatch.setattr(site, "is_exact", lambda fold, as_rms=False: fold.path != "n3")
+    monkeypatch.setattr(site, "is_exact", lambda fold, module, as_rms=False: fold.path != "n3")
     report = unchecked(model, center=False)
     assert report.count("affine") == 0
 
@@ -409,3 +409,40 @@ def test_a_tied_value_of_a_stream_is_followed_from_all_its_owners(untie: bool) -
     assert report.count("center") == untie
     assert (model.a[0] is not model.b[0]) == untie
     assert untie or "aten.relu" in reasons(report)
+
+
+class OnePlus(nn.Module):
+    """RMSNorm with the factor 1 + weight, as Gemma's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (1 + self.weight) * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def test_a_weight_that_is_added_to_one_is_0_when_it_is_folded() -> None:
+    model = model_of(lambda m, x: m.h(m.n(m.e(x))), n=OnePlus())
+    report = unchecked(model)
+    assert report.count("affine") == 1
+    assert not model.n.weight.any()
+
+
+def test_a_norm_whose_weight_is_added_to_one_writes_into_a_rescaled_stream() -> None:
+    def run(m: Any, x: Tensor) -> Any:
+        return m.h(m.m(m.n(m.e(x))).relu())
+
+    model = model_of(run, n=OnePlus(), m=dynorm.LinearControl(C, bias=False, center=False))
+    before = model.n.weight.detach().clone()
+    report = unchecked(model)
+    assert [site.becomes for site in report.sites] == ["", "Identity"]
+    assert not torch.isclose(model.n.weight, before).any()
+
+
+def test_the_report_counts_the_affine_maps_that_stay() -> None:
+    def run(m: Any, x: Tensor) -> Any:
+        return m.h(m.n(m.e(x))) + m.n2(m.e(x)).tanh().sum()
+
+    report = unchecked(model_of(run, n2=nn.LayerNorm(C)), center=False)
+    assert str(report).startswith("1 of 2 affine maps folded, 0 of 0 means")

@@ -24,7 +24,7 @@ from tests.hub.models import build, converted, same_state
 def test_an_existing_directory_is_replaced_only_when_told(tmp_path: Path) -> None:
     target = tmp_path / "m"
     save(converted("dyt"), target)
-    with pytest.raises(StorageError, match=r"must not exist yet: .* overwrite=True"):
+    with pytest.raises(StorageError, match=r"exist.*overwrite=True"):
         save(converted(), target)
     assert isinstance(load(target, build())[1], dynorm.DyT)
     (target / "tokenizer.json").write_text("{}")
@@ -51,7 +51,7 @@ def test_only_a_saved_model_is_overwritten(tmp_path: Path) -> None:
     save(converted(), tmp_path / "thesis", overwrite=True)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "1.jpg").write_text("")
-    with pytest.raises(StorageError, match="must be a saved model or empty"):
+    with pytest.raises(StorageError, match=r"saved.*empty"):
         save(converted(), tmp_path / "photos", overwrite=True)
     (tmp_path / "file").write_text("")
     for target, message in (
@@ -91,7 +91,7 @@ def test_a_full_disk_leaves_nothing_behind(
         save(converted("dyt"), target)
     with monkeypatch.context() as patch:
         patch.setattr(*where, full_disk)
-        with pytest.raises(StorageError, match="No space left on device"):
+        with pytest.raises(StorageError, match="No space left"):
             save(model, target, overwrite=True)
     assert leftovers(tmp_path) == []
     assert target.exists() == exists
@@ -110,9 +110,7 @@ def test_other_files_are_copied_where_they_cannot_be_linked(
         patch.setattr(os, "link", full_disk)
         if full:
             patch.setattr(shutil, "copy2", full_disk)
-            with pytest.raises(
-                StorageError, match=r"the other files of .* No space left on device"
-            ):
+            with pytest.raises(StorageError, match=r"other files.*space"):
                 save(converted(), target, overwrite=True)
         else:
             save(converted(), target, overwrite=True)

@@ -332,10 +332,10 @@ def of_another_class() -> Any:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (converted, "must be one of transformers'"),
+        (converted, "one of transformers'"),
         (annealed, "call dynorm.finalize_ first"),
-        (of_two_dtypes, "must have one dtype"),
-        (of_another_class, "the class of the model must be one of transformers'"),
+        (of_two_dtypes, "one dtype"),
+        (of_another_class, "class.*transformers'"),
     ],
 )
 def test_models_that_cannot_be_saved_with_code(

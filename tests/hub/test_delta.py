@@ -57,7 +57,7 @@ def test_the_base_is_loaded_by_its_name(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(tokens()).logits, base(tokens()).logits)
     # A base that is not there.
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(StorageError, match=r"load it yourself, and call dynorm\.load"):
+    with pytest.raises(StorageError, match=r"load.*yourself.*dynorm\.load"):
         load(tmp_path / "d")
 
 
@@ -69,7 +69,7 @@ def test_every_value_of_the_base_is_compared(tmp_path: Path) -> None:
     save(model, tmp_path / "d", base="own/model")
     with torch.no_grad():
         base[0].weight[2::3] += 1.0
-    with pytest.raises(ModelError, match="its weights are others"):
+    with pytest.raises(ModelError, match=r"weights.*others"):
         load(tmp_path / "d", base)
 
 
@@ -98,8 +98,8 @@ def trained(base: nn.Sequential, model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (trained, "its weights are others .1 of 4 parameters: 2.weight"),
-        (lambda base, model: model, "it is converted already"),
+        (trained, r"weights.*\(1 of 4.*2\.weight"),
+        (lambda base, model: model, "converted already"),
         (lambda base, model: nn.Sequential(nn.Linear(8, 8)), "it lacks"),
     ],
 )
@@ -120,7 +120,7 @@ def test_another_base_is_refused_and_stays(
 def test_a_plain_model_needs_its_base(tmp_path: Path) -> None:
     _, model = pair()
     save(model, tmp_path / "d", base="own/model")
-    with pytest.raises(ArgumentError, match="must be loaded into its base model, own/model"):
+    with pytest.raises(ArgumentError, match="base model, own/model"):
         load(tmp_path / "d")
 
 
@@ -225,12 +225,12 @@ def test_without_a_network_the_error_says_what_to_do(
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fails)
-    with pytest.raises(StorageError, match="ConnectionError: no route to host; check the name"):
+    with pytest.raises(StorageError, match="ConnectionError: no route"):
         load("own/model")
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", fails)
-    with pytest.raises(StorageError, match="was saved, but could not be uploaded"):
+    with pytest.raises(StorageError, match=r"saved.*uploaded"):
         save(pair()[1], tmp_path / "d", push_to_hub="own/model")
     assert (tmp_path / "d" / "dynorm.json").is_file()
-    with pytest.raises(DynormError, match="push_to_hub must be a name"):
+    with pytest.raises(DynormError, match=r"push_to_hub.*name"):
         save(pair()[1], tmp_path / "e", push_to_hub="model")
     assert not (tmp_path / "e").exists()

@@ -127,9 +127,7 @@ def test_sharing_stays(tmp_path: Path, tied: bool) -> None:
 def test_what_is_not_shared_does_not_load_into_what_is(tmp_path: Path) -> None:
     save(convert(Tied(tied=False), torch.randn(64, 8)), tmp_path / "m")
     given = Tied()
-    with pytest.raises(
-        ModelError, match=r"'first\.weight' and 'second\.weight' must be two tensors"
-    ):
+    with pytest.raises(ModelError, match=r"'first\.weight'.*'second\.weight'.*two"):
         load(tmp_path / "m", given)
     assert not dynorm_layers(given)
 
@@ -160,7 +158,7 @@ def test_a_buffer_on_meta_that_no_checkpoint_holds_is_an_error(tmp_path: Path) -
     save(convert(Tied(), torch.randn(64, 8)), tmp_path / "m")
     with torch.device("meta"):
         given = Tied()
-    with pytest.raises(ModelError, match="the buffer 'offset' must hold values"):
+    with pytest.raises(ModelError, match=r"buffer 'offset'.*values"):
         load(tmp_path / "m", given)
 
 
@@ -199,7 +197,7 @@ class Stateful(nn.Linear):
         (lambda: build(), ModelError, "has none: call dynorm.convert_"),
         (lambda: "a model", ArgumentError, r"must be a torch\.nn\.Module"),
         (lambda: dynorm.DyISRU(8), ModelError, "is one itself"),
-        (lambda: nn.Sequential(OwnLayer(8)), ModelError, "'0' must be one of dynorm's .* OwnLayer"),
+        (lambda: nn.Sequential(OwnLayer(8)), ModelError, "'0'.*dynorm's.*OwnLayer"),
         (
             lambda: nn.Sequential(dynorm.DyISRU(8), Stateful(8, 8)),
             ModelError,
@@ -222,7 +220,7 @@ def repeat_layer(folder: Path) -> None:
 
 
 PLAIN_DAMAGES: Damages = {
-    "directory": (shutil.rmtree, "must be a directory"),
+    "directory": (shutil.rmtree, "must be.*directory"),
     "empty": (
         lambda d: [p.unlink() for p in d.iterdir()],
         "has neither dynorm.json nor config.json",
@@ -232,27 +230,27 @@ PLAIN_DAMAGES: Damages = {
         lambda d: (d / "dynorm.json").write_bytes(b"\xff\xfe\x00"),
         "dynorm.json must be JSON",
     ),
-    "no object": (lambda d: (d / "dynorm.json").write_text("[]"), "must hold a JSON object"),
+    "no object": (lambda d: (d / "dynorm.json").write_text("[]"), "hold.*object"),
     "a folder": (
         lambda d: [(d / "dynorm.json").unlink(), (d / "dynorm.json").mkdir()],
         "must be readable",
     ),
     "version": (
         lambda d: edit_config(d, format_version=99),
-        "must be 1, got 99, written by dynorm",
+        "1, got 99, written",
     ),
-    "no version": (lambda d: edit_config(d, format_version=None), "must be 1, got None"),
+    "no version": (lambda d: edit_config(d, format_version=None), "1, got None"),
     "no class": (
         lambda d: edit_config(d, model_class=None),
         "model_class .* must be 'module:class'",
     ),
-    "no layers": (lambda d: edit_config(d, layers=[]), "at least one entry"),
-    "layers": (lambda d: edit_config(d, layers={"a": 1}), "must be a list"),
-    "layer": (lambda d: edit_config(d, layers__0=7), "layer 0: .* list of paths"),
+    "no layers": (lambda d: edit_config(d, layers=[]), "layers.*entry"),
+    "layers": (lambda d: edit_config(d, layers={"a": 1}), "layers.*list"),
+    "layer": (lambda d: edit_config(d, layers__0=7), "layer 0.*paths"),
     "kind": (lambda d: edit_config(d, layers__1__layer="relu"), "layer 1: .* got 'relu'"),
     "config": (
         lambda d: edit_config(d, layers__1__config__unheard=1),
-        "layer 1: .* cannot be built",
+        "layer 1.*built",
     ),
     "config value": (
         lambda d: edit_config(d, layers__1__config__normalized_shape="a"),
@@ -266,10 +264,10 @@ PLAIN_DAMAGES: Damages = {
         lambda d: edit_config(d, layers__1__config__normalized_shape=[2**40]),
         "layer 1: .* 268,435,456 parameters",
     ),
-    "repeated": (repeat_layer, "layer 1: .* but 1 is in another entry too"),
+    "repeated": (repeat_layer, "layer 1.*1.*too"),
     "nested": (
         lambda d: (d / "dynorm.json").write_text("[" * 200_000),
-        "dynorm.json must be JSON, but max",
+        "dynorm.json.*JSON.*max",
     ),
     "center": (
         lambda d: replace_text(d, "dynorm.json", '"center": true', '"center": false'),
@@ -283,14 +281,14 @@ PLAIN_DAMAGES: Damages = {
         lambda d: edit_weights(
             d, lambda w: w.update({"1.center": torch.ones(1, dtype=torch.int64)})
         ),
-        r"'1\.center' .* must be of a dtype like torch\.float32, got torch\.int64",
+        r"'1\.center'.*dtype.*torch\.float32, got torch\.int64",
     ),
-    "no path": (lambda d: edit_config(d, layers__0__paths=[]), "layer 0: .* at least one path"),
+    "no path": (lambda d: edit_config(d, layers__0__paths=[]), "layer 0.*path"),
     "weights": (lambda d: (d / "model.safetensors").unlink(), "model.safetensors"),
-    "no sum": (lambda d: edit_config(d, weights__sha256=None), "must have a size and a sha256"),
+    "no sum": (lambda d: edit_config(d, weights__sha256=None), "size.*sha256"),
     "cut": (cut, "it is truncated"),
-    "flipped": (flip, "it was changed since"),
-    "garbage": (garbage, "must be a readable safetensors file"),
+    "flipped": (flip, "changed since"),
+    "garbage": (garbage, "readable safetensors"),
     "missing": (lambda d: edit_weights(d, lambda w: w.pop("1.log_beta")), "but lacks 1.log_beta"),
     "unexpected": (
         lambda d: edit_weights(d, lambda w: w.update(extra=torch.ones(1))),
@@ -300,11 +298,11 @@ PLAIN_DAMAGES: Damages = {
         lambda d: edit_weights(d, lambda w: w.update({"1.center": torch.ones(3)})),
         r"'1\.center' .* shape \(1,\), got \(3,\)",
     ),
-    "aliases": (lambda d: edit_config(d, aliases=[]), "aliases .* must be an object"),
-    "alias name": (lambda d: edit_config(d, aliases={"a": []}), "'a' must share a tensor"),
+    "aliases": (lambda d: edit_config(d, aliases=[]), "aliases.*object"),
+    "alias name": (lambda d: edit_config(d, aliases={"a": []}), "'a'.*share.*tensor"),
     "alias": (
         lambda d: edit_config(d, aliases={"a": "b"}),
-        "'a' must share a tensor .* 'b' is not there",
+        "'a'.*share.*tensor.*'b'",
     ),
 }
 
@@ -364,7 +362,7 @@ def test_chosen_witnesses_come_back(tmp_path: Path) -> None:
 WITNESS_DAMAGES: Damages = {
     "out of range": (
         lambda d: edit_config(d, layers__0__config__witnesses=[3, 8]),
-        "layer 0: .* 8 is out of range",
+        "layer 0.*8.*range",
     ),
     "twice": (
         lambda d: edit_config(d, layers__0__config__witnesses=[3, 3]),
@@ -380,7 +378,7 @@ WITNESS_DAMAGES: Damages = {
     ),
     "too many": (
         lambda d: edit_config(d, layers__0__config__witnesses=9),
-        "layer 0: .* from 0 to the 8 channels",
+        "layer 0.*8 channels",
     ),
     "others": (
         lambda d: edit_config(d, layers__0__config__witnesses=[3, 1]),
@@ -468,5 +466,5 @@ def test_many_layers_of_one_kind_are_built_once(monkeypatch: pytest.MonkeyPatch)
     assert len(contents.read_layers(entries, "here")) == 20
     assert built == ["0", "1"]
     monkeypatch.setattr(contents, "_MOST_ELEMENTS", 200)
-    with pytest.raises(StorageError, match="may have 200 parameters together"):
+    with pytest.raises(StorageError, match="200 parameters"):
         contents.read_layers(entries, "here")

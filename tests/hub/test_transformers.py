@@ -104,9 +104,7 @@ def test_norms_in_the_place_of_layers_are_an_error(tmp_path: Path, to: str) -> N
     save(model, tmp_path / "m")
     config = transformers.BertConfig(**model.config.to_dict())
     for cls in (transformers.BertModel, transformers.BertForMaskedLM):
-        with pytest.raises(
-            StorageError, match=r"leaves norms at .*LayerNorm.* load without config="
-        ):
+        with pytest.raises(StorageError, match=r"norms.*LayerNorm.*config="):
             cls.from_pretrained(tmp_path / "m", config=config)
     # Any other load is as before.
     transformers.BertModel(config).save_pretrained(tmp_path / "stock")
@@ -139,7 +137,7 @@ def test_a_model_without_a_place_for_the_layers_is_an_error(tmp_path: Path) -> N
     config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=32)
     quantization = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
     config.quantization_config = quantization
-    with pytest.raises(ModelError, match="have a place in GPT2Model"):
+    with pytest.raises(ModelError, match="place in GPT2Model"):
         transformers.GPT2Model.from_pretrained(tmp_path / "m", config=config)
 
 
@@ -241,7 +239,7 @@ def test_layers_follow_the_dtype_that_a_load_asks_for(tmp_path: Path, dtype: tor
 def test_dtypes_of_a_changed_config_are_refused(tmp_path: Path, dtypes: Any) -> None:
     save(bfloat16_llama_with_float32_head(), tmp_path / "m")
     edit_config(tmp_path / "m", quantization_config__dtypes_outside=dtypes)
-    with pytest.raises(StorageError, match="must name dtypes of tensors by path"):
+    with pytest.raises(StorageError, match=r"dtypes.*path"):
         load(tmp_path / "m")
 
 
@@ -324,7 +322,7 @@ def test_a_shared_norm_of_a_transformers_model_stays_shared(
     assert type(loaded.norms[0]) is type(model.norms[0])
     assert torch.equal(loaded(x), model(x))
     assert same_state(loaded, model)
-    with pytest.raises(ModelError, match=r"Shared is not: call Shared\.from_pretrained"):
+    with pytest.raises(ModelError, match=r"call Shared\.from_pretrained"):
         load(tmp_path / "m")
 
 
@@ -345,7 +343,7 @@ def test_a_model_quantized_by_another_method_is_refused(tmp_path: Path) -> None:
     model = bert()
     model.config.quantization_config = {"quant_method": "awq"}
     for act in (lambda: save(model, tmp_path / "m"), lambda: model.save_pretrained(tmp_path / "m")):
-        with pytest.raises(ModelError, match="converted or quantized, but is both"):
+        with pytest.raises(ModelError, match=r"converted.*quantized"):
             act()
     assert list(tmp_path.iterdir()) == []
 
@@ -359,7 +357,7 @@ def test_a_transformers_save_that_fails_leaves_nothing_behind(
         save(model, tmp_path / "m")
     with monkeypatch.context() as patch:
         patch.setattr("transformers.modeling_utils.safe_save_file", full_disk)
-        with pytest.raises(StorageError, match="No space left on device"):
+        with pytest.raises(StorageError, match="No space left"):
             save(bert(to="dyt"), tmp_path / "m", overwrite=overwrite)
     assert leftovers(tmp_path) == []
     assert (tmp_path / "m").exists() == overwrite
@@ -371,26 +369,26 @@ NORM = "encoder.layer.1.output.LayerNorm"
 LAYER = "quantization_config__layers__0"
 DAMAGES: Damages = {
     "no json": (lambda d: (d / "config.json").write_text("{"), "config.json must be JSON"),
-    "no layers": (lambda d: edit_config(d, quantization_config=None), "must name dynorm's layers"),
+    "no layers": (lambda d: edit_config(d, quantization_config=None), "name.*dynorm's"),
     "other": (
         lambda d: edit_config(d, quantization_config__quant_method="awq"),
-        "must name dynorm's layers",
+        "name.*dynorm's",
     ),
     "version": (
         lambda d: edit_config(d, quantization_config__format_version=7),
         "must be 1, got 7",
     ),
-    "layers": (lambda d: edit_config(d, quantization_config__layers=3), "must be a list"),
+    "layers": (lambda d: edit_config(d, quantization_config__layers=3), "layers.*list"),
     "kind": (lambda d: edit_config(d, **{f"{LAYER}__layer": "relu"}), "layer 0: .* got 'relu'"),
-    "outside": (lambda d: edit_config(d, **{f"{LAYER}__outside": 3}), "outside must be a list"),
+    "outside": (lambda d: edit_config(d, **{f"{LAYER}__outside": 3}), "outside.*list"),
     "dtype": (
         lambda d: edit_config(d, **{f"{LAYER}__dtypes": {"bias": "int9"}}),
         "dtypes name dtypes",
     ),
-    "no class": (lambda d: edit_config(d, architectures=None), "must name one class, got None"),
+    "no class": (lambda d: edit_config(d, architectures=None), "class.*got None"),
     "weights": (
         lambda d: (d / "model.safetensors").unlink(),
-        "must hold model.safetensors, but does not",
+        r"hold model\.safetensors",
     ),
     "index": (
         lambda d: (
@@ -406,10 +404,10 @@ DAMAGES: Damages = {
                 '{"weight_map": {"x": "model-1.safetensors"}}'
             )
         ),
-        "model-1.safetensors must be a whole",
+        r"model-1\.safetensors.*whole",
     ),
-    "cut": (cut, "model.safetensors must be a whole safetensors file"),
-    "garbage": (garbage, "model.safetensors must be a whole safetensors file"),
+    "cut": (cut, r"model\.safetensors.*whole"),
+    "garbage": (garbage, r"model\.safetensors.*whole"),
     "missing": (
         lambda d: edit_weights(d, lambda w: w.pop(f"{NORM}.log_beta")),
         f"it lacks {NORM}.log_beta",
@@ -420,7 +418,7 @@ DAMAGES: Damages = {
     ),
     "unexpected": (
         lambda d: edit_weights(d, lambda w: w.update(extra=torch.ones(1))),
-        "have beyond them extra",
+        "beyond.*extra",
     ),
     "shape": (
         lambda d: edit_weights(d, lambda w: w.update({f"{NORM}.center": torch.ones(3)})),
@@ -432,9 +430,9 @@ DAMAGES: Damages = {
     ),
     "value": (
         lambda d: edit_config(d, hidden_act="unheard-of"),
-        "must hold a BertModel, but KeyError",
+        "BertModel.*KeyError",
     ),
-    "flipped": (flip, "it was changed since"),
+    "flipped": (flip, "changed since"),
     "other value": (
         lambda d: replace_text(d, "config.json", '"gelu"', '"relu"'),
         "was changed since",
@@ -527,7 +525,7 @@ def test_a_model_that_torchao_quantized_is_refused(
         next(m for m in model.modules() if isinstance(m, nn.Linear)).weight = nn.Parameter(
             torch.randn(8, 8).as_subclass(Int8Tensor)
         )
-        with pytest.raises(ModelError, match="is a Int8Tensor: save it before quantizing"):
+        with pytest.raises(ModelError, match="Int8Tensor: save"):
             save(model, tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
 
@@ -562,25 +560,25 @@ def test_witnesses_of_a_transformers_model_come_back(tmp_path: Path, to: str) ->
 
 INDEX = f"{NORM}.witnesses"
 TRANSFORMERS_WITNESS_DAMAGES: Damages = {
-    "out of range": (lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": [3, 16]}), "16 is out of range"),
+    "out of range": (lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": [3, 16]}), "16.*range"),
     "twice": (lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": [3, 3]}), "layer 0: .* named twice"),
     "others": (
         lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": [3, 1]}),
-        r"witnesses' in the checkpoint must be .*config\.json names, \[3, 1\], got \[3, 0\]",
+        r"witnesses'.*config\.json.*\[3, 1\], got \[3, 0\]",
     ),
     "fewer": (
-        lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": [3]}), "in their shape, but it lacks .*log_gain",
+        lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": [3]}), "lacks.*log_gain",
     ),
     "not named": (lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": None}), "have beyond them .*log_gain"),
     "no buffer": (lambda d: edit_weights(d, lambda w: w.pop(INDEX)), f"it lacks {NORM}.witnesses"),
     "no gain": (lambda d: edit_weights(d, lambda w: w.pop(f"{NORM}.log_gain")), f"it lacks {NORM}.log_gain"),
     "buffer": (
         lambda d: edit_weights(d, lambda w: w.update({INDEX: torch.tensor([3, 99])})),
-        rf"{NORM}.witnesses' in the checkpoint must be .* \[3, 0\], got \[3, 99\]",
+        rf"{NORM}.witnesses'.*\[3, 0\], got \[3, 99\]",
     ),
     "buffer of floats": (
         lambda d: edit_weights(d, lambda w: w.update({INDEX: torch.tensor([2.5, 0.0])})),
-        "witnesses' in the checkpoint",
+        "witnesses'.*checkpoint",
     ),
 }  # fmt: skip
 
@@ -606,7 +604,7 @@ def test_witnesses_of_a_transformers_model_that_do_not_fit_are_refused(
 
 def test_other_mistakes_with_transformers_directories(tmp_path: Path) -> None:
     save(bert(), tmp_path / "m")
-    with pytest.raises(ArgumentError, match="do not pass a model"):
+    with pytest.raises(ArgumentError, match=r"not pass.*model"):
         load(tmp_path / "m", build())
     edit_config(tmp_path / "m", **{f"{LAYER}__paths": ["encoder.norm"]})
     with pytest.raises(ModelError, match=r"a norm at 'encoder\.norm'"):

@@ -199,7 +199,7 @@ def test_parts_in_fsdp_are_written_by_their_plain_paths(tmp_path: Path) -> None:
     for k, names in enumerate((state, model.state_dict())):
         model.save_pretrained(tmp_path / str(k), state_dict=names)
         assert torch.equal(first(dynorm.load(tmp_path / str(k))), expected)
-    with pytest.raises(ModelError, match="is wrapped in FSDP"):
+    with pytest.raises(ModelError, match=r"wrapped.*FSDP"):
         dynorm.save(model, tmp_path / "model")
 
 

@@ -285,7 +285,7 @@ def test_soundfile_reads_where_it_is_installed(
     (tmp_path / "a.flac").write_bytes(b"sound")
     with pytest.raises(
         DataError,
-        match=r"files that Python.*only WAV.*install soundfile",
+        match=r"only WAV.*soundfile",
     ):
         find_audio([tmp_path])
     library: Any = types.ModuleType("soundfile")
@@ -296,7 +296,7 @@ def test_soundfile_reads_where_it_is_installed(
     assert (clip.rate, clip.seconds, damaged) == (2, 1, [])
     assert clip.read(2).tolist() == [0.25, 0.25]
     library.read = lambda file, **options: (np.float32([[0.5], [np.nan]]), 2)
-    with pytest.raises(DataError, match=r"files that soundfile can read, but .* has none, of 1"):
+    with pytest.raises(DataError, match=r"soundfile.*none, of 1"):
         find_audio([tmp_path])
 
 
@@ -316,26 +316,20 @@ def test_what_audio_needs_is_checked_first(
     whisper: Path, audio: Path, encoder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    with pytest.raises(
-        ArgumentError, match="audio must be given for WhisperForConditionalGeneration, got none"
-    ):
+    with pytest.raises(ArgumentError, match=r"audio.*WhisperForConditionalGeneration, got none"):
         convert_pretrained(whisper, out, QUICK)
-    with pytest.raises(
-        ArgumentError, match="audio must be given for WhisperForConditionalGeneration, got images"
-    ):
+    with pytest.raises(ArgumentError, match=r"audio.*WhisperForConditionalGeneration, got images"):
         convert_pretrained(whisper, out, QUICK, audio=[audio], images=[audio])
-    with pytest.raises(ArgumentError, match="texts must be given for BertModel, got audio"):
+    with pytest.raises(ArgumentError, match=r"texts.*BertModel, got audio"):
         inspect_pretrained(encoder, QUICK, audio=[audio])
-    with pytest.raises(DataError, match=r"audio must be at least 8, to hold some out .*, got 2"):
+    with pytest.raises(DataError, match=r"audio.*8.*got 2"):
         convert_pretrained(whisper, out, QUICK, audio=[audio / "00.wav", audio / "01.wav"])
-    with pytest.raises(DataError, match="audio must come from files and folders that exist"):
+    with pytest.raises(DataError, match=r"audio.*exist"):
         find_audio([tmp_path / "nowhere"])
     os.mkfifo(tmp_path / "pipe.wav")
-    with pytest.raises(DataError, match="audio must come from files and folders that exist"):
+    with pytest.raises(DataError, match=r"audio.*exist"):
         find_audio([tmp_path / "pipe.wav"])
-    with pytest.raises(
-        ArgumentError, match="max_length must be left out for a model of audio, got 16"
-    ):
+    with pytest.raises(ArgumentError, match=r"max_length.*audio.*got 16"):
         convert_pretrained(whisper, out, Recipe(max_length=16), audio=[audio])
     for name, what in (
         ("preprocessor_config.json", "feature extractor"),
@@ -348,7 +342,7 @@ def test_what_audio_needs_is_checked_first(
             source / "tokenizer_config.json",
         ):
             file.unlink(missing_ok=True)
-        with pytest.raises(StorageError, match=f"must hold the model's {what}, but has none of"):
+        with pytest.raises(StorageError, match=f"model's {what}.*none"):
             convert_pretrained(source, out, QUICK, audio=[audio])
     assert not out.exists()
 

@@ -107,15 +107,15 @@ def test_more_witnesses_than_channels_are_refused(
     encoder: Path, texts: Path, tmp_path: Path
 ) -> None:
     recipe = replace(QUICK, witnesses=5000)
-    with pytest.raises(ArgumentError, match=r"witnesses must be .* from 0 to 32, .* got 5000"):
+    with pytest.raises(ArgumentError, match=r"witnesses.*32.*got 5000"):
         convert_pretrained(encoder, tmp_path / "out", recipe, texts=[texts])
     assert not (tmp_path / "out").exists()
     model = nn.Sequential(nn.Linear(6, 3), nn.LayerNorm(3), nn.Linear(3, 6), nn.LayerNorm(6))
     batches = [torch.randn(64, 6) for _ in range(8)]
     sites = dynorm.find_norms(model, batches[0])
-    with pytest.raises(ArgumentError, match="from 0 to 6, those of the widest norm, got 7"):
+    with pytest.raises(ArgumentError, match=r"from 0 to 6.*got 7"):
         dynorm.convert_(model, sites, witnesses=7)
-    with pytest.raises(ArgumentError, match="from 0 to 3, those of the widest norm, got 4"):
+    with pytest.raises(ArgumentError, match=r"from 0 to 3.*got 4"):
         dynorm.convert_(model, sites, only="1", witnesses=4)
     assert isinstance(model[1], nn.LayerNorm)
     dynorm.convert_(model, sites, witnesses=6)

@@ -208,20 +208,20 @@ def test_images_are_turned_as_the_camera_says(tmp_path: Path) -> None:
 def test_paths_without_images_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "words.png").write_text("no image")
-    with pytest.raises(DataError, match="images must come from files and folders that exist"):
+    with pytest.raises(DataError, match=r"images.*exist"):
         find_images([tmp_path / "nowhere"])
-    with pytest.raises(DataError, match=r"folder has none, of 0"):
+    with pytest.raises(DataError, match="none, of 0"):
         find_images([tmp_path / "folder"])
     with pytest.raises(DataError, match=r"words\.png has none, of 1"):
         find_images([tmp_path / "words.png"])
 
 
 @pytest.mark.parametrize(("kind", "given", "error", "words"), [
-    ("vision", {}, ArgumentError, "images must be given for Dinov2Model, got none"),
-    ("vision", {"texts": ["a.txt"]}, ArgumentError, "images must be given for Dinov2Model, got texts"),
-    ("vision", {"texts": ["a.txt"], "images": ["."]}, ArgumentError, "images must be given for Dinov2Model, got texts"),
-    ("encoder", {"images": ["."]}, ArgumentError, "texts must be given for BertModel, got images"),
-    ("language_model", {"images": ["."], "texts": ["."]}, ArgumentError, "texts must be given for GPT2LMHeadModel"),
+    ("vision", {}, ArgumentError, "images.*Dinov2Model, got none"),
+    ("vision", {"texts": ["a.txt"]}, ArgumentError, "images.*Dinov2Model, got texts"),
+    ("vision", {"texts": ["a.txt"], "images": ["."]}, ArgumentError, "images.*Dinov2Model, got texts"),
+    ("encoder", {"images": ["."]}, ArgumentError, "texts.*BertModel, got images"),
+    ("language_model", {"images": ["."], "texts": ["."]}, ArgumentError, "texts.*GPT2LMHeadModel"),
 ])  # fmt: skip
 def test_inputs_of_another_kind_are_refused(
     request: pytest.FixtureRequest,
@@ -243,26 +243,20 @@ def test_inputs_of_another_kind_are_refused(
 
 def test_what_images_need_is_checked_first(vision: Path, images: Path, tmp_path: Path) -> None:
     few = [images / f"{i:02}.png" for i in range(7)]
-    with pytest.raises(DataError, match=r"images must be at least 8, to hold some out .*, got 7"):
+    with pytest.raises(DataError, match=r"images.*8.*got 7"):
         convert_pretrained(vision, tmp_path / "out", QUICK, images=few)
-    with pytest.raises(
-        ArgumentError, match="max_length must be left out for a model of images, got 16"
-    ):
+    with pytest.raises(ArgumentError, match=r"max_length.*images.*got 16"):
         convert_pretrained(vision, tmp_path / "out", Recipe(max_length=16), images=[images])
     source = shutil.copytree(vision, tmp_path / "source")
     (source / "preprocessor_config.json").write_text("{")
-    with pytest.raises(
-        StorageError, match="transformers must be able to read the image processor in"
-    ):
+    with pytest.raises(StorageError, match=r"read.*image processor"):
         load_pretrained(source)
     (source / "preprocessor_config.json").unlink()
-    with pytest.raises(
-        StorageError, match=r"must hold the model's image processor, but has none of pre.*\.json"
-    ):
+    with pytest.raises(StorageError, match=r"image processor.*pre.*\.json"):
         convert_pretrained(source, tmp_path / "out", QUICK, images=[images])
     whole = json.loads((vision / "preprocessor_config.json").read_text())
     (source / "preprocessor_config.json").write_text(json.dumps(whole | {"do_resize": False}))
-    with pytest.raises(DataError, match="image processor must make one batch of the images, but "):
+    with pytest.raises(DataError, match=r"image processor.*batch"):
         convert_pretrained(source, tmp_path / "out", QUICK, images=[images])
     assert not (tmp_path / "out").exists()
 
@@ -273,9 +267,7 @@ def test_a_model_of_another_input_is_refused(tmp_path: Path) -> None:
     TimeSeriesTransformerConfig(architectures=["TimeSeriesTransformerModel"]).save_pretrained(
         tmp_path / "series"
     )
-    with pytest.raises(
-        ArgumentError, match="TimeSeriesTransformerModel takes past_values: convert it in Python"
-    ):
+    with pytest.raises(ArgumentError, match="TimeSeriesTransformerModel takes past_values"):
         convert_pretrained(tmp_path / "series", tmp_path / "out", QUICK)
 
 

@@ -30,9 +30,7 @@ def test_bad_arguments(encoder: Path, texts: Path, tmp_path: Path) -> None:
     with pytest.raises(dynorm.errors.ArgumentError, match="glob"):
         inspect_pretrained(encoder, Recipe(only=["nothing*"]), texts=[texts], samples=16)
     for device in ("cuda:99", "nothing"):
-        with pytest.raises(
-            dynorm.errors.ArgumentError, match="device must be one that torch can use here"
-        ):
+        with pytest.raises(dynorm.errors.ArgumentError, match=r"device.*torch"):
             inspect_pretrained(encoder, texts=[texts], samples=16, device=device)
     with pytest.raises(dynorm.errors.StorageError, match=r"config\.json"):
         inspect_pretrained(tmp_path, texts=[texts], samples=16)

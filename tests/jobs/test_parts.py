@@ -59,7 +59,7 @@ def words(folder: Path, vocabulary: dict[str, int], **special: str) -> None:
 def test_a_classifier_without_its_pooler_is_not_folded(classifier: Path, tmp_path: Path) -> None:
     source = without(classifier, tmp_path / "source", "pooler")
     with pytest.raises(
-        StorageError, match=r"must hold all weights of BertForSequenceClassification.*pooler\.dense"
+        StorageError, match=r"weights of BertForSequenceClassification.*pooler\.dense"
     ):
         fold_pretrained(source, tmp_path / "out", {})
     assert not (tmp_path / "out").exists()
@@ -96,11 +96,9 @@ def test_layers_that_the_config_does_not_have_are_refused(
     source = shutil.copytree(request.getfixturevalue(kind), tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {key: 1}))
-    with pytest.raises(
-        StorageError, match=r"must have all layers of its checkpoint, but .* leaves out .*\.1\."
-    ):
+    with pytest.raises(StorageError, match=r"layers.*checkpoint.*leaves.*\.1\."):
         convert_pretrained(source, tmp_path / "out", QUICK, texts=[texts])
-    with pytest.raises(StorageError, match="must have all layers of its checkpoint"):
+    with pytest.raises(StorageError, match=r"layers.*checkpoint"):
         fold_pretrained(source, tmp_path / "out", {})
 
 
@@ -150,7 +148,7 @@ def test_unknown_words_are_seen_where_only_tokenizer_json_names_them(
     words(source, {"[UNK]": 0, "[PAD]": 1, "a": 2}, pad_token="[PAD]")
     pretrained = load_pretrained(source)
     assert encode(pretrained, ["a a", "a"]) == [[2, 2], [2]]
-    with pytest.raises(DataError, match="must know the texts, but 2 of 2"):
+    with pytest.raises(DataError, match=r"texts.*2 of 2"):
         encode(pretrained, ["b b", "c"])
 
 
@@ -163,16 +161,14 @@ def test_ids_beyond_the_vocabulary_are_refused(
             source, {"[UNK]": 0, "[PAD]": 1, "a": 2, "b": 256}, pad_token="[PAD]", unk_token="[UNK]"
         )
         pretrained = load_pretrained(source)
-        with pytest.raises(
-            DataError, match="ids below the model's vocab_size of 256, but gave 256"
-        ):
+        with pytest.raises(DataError, match=r"ids.*vocab_size of 256.*256"):
             encode(pretrained, ["a b a a"], 2)
 
 
 def test_a_tokenizer_that_is_broken_is_named(encoder: Path, tmp_path: Path) -> None:
     source = shutil.copytree(encoder, tmp_path / "source")
     (source / "tokenizer.json").write_text("{")
-    with pytest.raises(StorageError, match="transformers must be able to read the tokenizer in"):
+    with pytest.raises(StorageError, match=r"read.*tokenizer"):
         load_pretrained(source)
 
 
@@ -189,7 +185,7 @@ def test_checkpoints_have_a_place_of_their_own(encoder: Path, texts: Path, tmp_p
         recipe = Recipe(steps=20, max_length=16, held_out=16, checkpoints=str(place))
         with pytest.raises(
             DynormError,
-            match=r"checkpoints must have a separate folder|into a folder that can be",
+            match=r"separate|into.*folder",
         ):
             convert_pretrained(source, tmp_path / "out", recipe, texts=["nowhere.txt"])
     assert not (tmp_path / "out").exists()
@@ -205,7 +201,7 @@ def test_reports_that_are_there_are_kept(encoder: Path, texts: Path, tmp_path: P
         assert (out / name).read_text() == "mine"
         (out / name).unlink()
         (out / name).mkdir()
-        with pytest.raises(StorageError, match=f"{name} must be a file, but is a folder"):
+        with pytest.raises(StorageError, match=f"{name}.*file.*folder"):
             convert_pretrained(encoder, out, QUICK, texts=["nowhere.txt"], overwrite=True)
 
 
@@ -222,9 +218,7 @@ def test_recipes_of_wrong_types_are_refused(
 
 
 def test_dtypes_of_weights_are_floating_point(encoder: Path) -> None:
-    with pytest.raises(
-        ArgumentError, match="dtype must be auto or a floating point dtype of torch"
-    ):
+    with pytest.raises(ArgumentError, match=r"dtype.*auto"):
         load_pretrained(encoder, dtype="int8")
 
 
@@ -238,7 +232,7 @@ def test_a_converted_model_says_to_convert_the_original(
 
 def test_few_steps_are_said_to_hardly_help(encoder: Path, texts: Path, tmp_path: Path) -> None:
     recipe = Recipe(**{**vars(QUICK), "steps": 1, "lr": 1e-5})
-    with pytest.warns(UserWarning, match="steps below 20 can hardly help, got 1"):
+    with pytest.warns(UserWarning, match="steps below 20.*got 1"):
         report = convert_pretrained(encoder, tmp_path / "out", recipe, texts=[texts], quiet=True)
     course = report.meta["stages"]["distill"]
     # At a rate of 0 it would not move.

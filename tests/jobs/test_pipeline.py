@@ -124,12 +124,10 @@ def test_a_checkpoint_of_half_a_model_is_refused(
     save_file(half, tmp_path / "half" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
         dynorm.errors.StorageError,
-        match=r"must hold all weights of GPT2LMHeadModel, but lacks transformer\.h\.1",
+        match=r"weights of GPT2LMHeadModel.*transformer\.h\.1",
     ):
         convert_pretrained(tmp_path / "half", tmp_path / "out", QUICK, texts=[texts])
-    with pytest.raises(
-        dynorm.errors.ArgumentError, match="dtype must be auto or a floating point dtype of torch"
-    ):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"dtype.*auto"):
         load_pretrained(language_model, dtype="float17")
     assert load_pretrained(language_model, dtype="bfloat16").model.dtype == torch.bfloat16
 
@@ -183,7 +181,7 @@ def test_a_student_on_the_path_is_distilled_to_its_end(encoder: Path, texts: Pat
     ):
         with pytest.raises(dynorm.errors.ArgumentError, match=f"{list(bad)[-1]} must be"):
             distill_(student.model, batches, teacher=teacher, **{"steps": 10, **bad})
-    with pytest.raises(dynorm.errors.DataError, match="at least one batch"):
+    with pytest.raises(dynorm.errors.DataError, match="one batch"):
         distill_(student.model, [], teacher=teacher, steps=1, quiet=True)
     callback = AnnealCallback(start=1, length=0.6)
     found = distill_(
@@ -261,43 +259,43 @@ def test_only_and_skip_choose_sites(encoder: Path, texts: Path, tmp_path: Path) 
         (
             {"steps": -1},
             dynorm.errors.ArgumentError,
-            "steps must be an integer, at least 0, got -1",
+            "steps.*got -1",
         ),
         (
             {"minutes": float("nan")},
             dynorm.errors.ArgumentError,
-            "minutes must be finite and not negative, got nan",
+            "minutes.*got nan",
         ),
         (
             {"minutes": "5"},
             dynorm.errors.ArgumentError,
-            "minutes must be finite and not negative, got '5'",
+            "minutes.*got '5'",
         ),
         (
             {"seed": 2**32},
             dynorm.errors.ArgumentError,
-            r"seed must be from 0 to 2\*\*32 - 1, got 4294967296",
+            r"seed.*2\*\*32 - 1, got 4294967296",
         ),
         ({"steps": 1, "minutes": 1.0}, dynorm.errors.ArgumentError, "not both"),
-        ({"lr": 0.0}, dynorm.errors.ArgumentError, "lr must be a positive finite number"),
-        ({"lr": float("nan")}, dynorm.errors.ArgumentError, "lr must be a positive finite number"),
+        ({"lr": 0.0}, dynorm.errors.ArgumentError, "lr.*positive"),
+        ({"lr": float("nan")}, dynorm.errors.ArgumentError, "lr.*positive"),
         (
             {"witnesses": -1},
             dynorm.errors.ArgumentError,
-            "witnesses must be an integer, at least 0, got -1",
+            "witnesses.*got -1",
         ),
-        ({"witnesses": True}, dynorm.errors.ArgumentError, "at least 0, got True"),
+        ({"witnesses": True}, dynorm.errors.ArgumentError, "least 0, got True"),
         ({"witnesses": "3"}, dynorm.errors.ArgumentError, "at least 0, got '3'"),
-        ({"batch": 0}, dynorm.errors.ArgumentError, "batch must be an integer, at least 1"),
+        ({"batch": 0}, dynorm.errors.ArgumentError, "batch.*least 1"),
         (
             {"tolerance": -0.1},
             dynorm.errors.ArgumentError,
-            "tolerance must be finite and not negative, got -0.1",
+            "tolerance.*got -0.1",
         ),
         (
             {"held_out": 1},
             dynorm.errors.ArgumentError,
-            "held_out must be an integer, at least 2, got 1",
+            "held_out.*2, got 1",
         ),
         ({"only": ("nowhere.*",)}, dynorm.errors.ArgumentError, "nowhere"),
     ],
@@ -329,7 +327,7 @@ def test_bad_folders_are_refused_before_the_work(
         convert_pretrained(encoder, tmp_path / "old", QUICK, texts=[texts])
     # Somebody's folder, not a model's: known before the work, not after it.
     (tmp_path / "old" / "model" / "mine.txt").write_text("")
-    with pytest.raises(dynorm.errors.StorageError, match="must be a saved model or empty"):
+    with pytest.raises(dynorm.errors.StorageError, match=r"saved.*empty"):
         convert_pretrained(
             tmp_path / "nowhere", tmp_path / "old", QUICK, texts=[texts], overwrite=True
         )
@@ -488,7 +486,7 @@ def test_a_recipe_with_an_annealed_layer_is_refused(
     encoder: Path, texts: Path, tmp_path: Path
 ) -> None:
     for bad in ({"to": "annealed"}, {"sites": {"*.ln_f": {"to": "annealed"}}}):
-        with pytest.raises(dynorm.errors.ArgumentError, match="'annealed' is a norm until"):
+        with pytest.raises(dynorm.errors.ArgumentError, match=r"'annealed'.*norm until"):
             convert_pretrained(encoder, tmp_path / "a", QUICK.changed(**bad), texts=[texts])
 
 

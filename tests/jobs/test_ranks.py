@@ -174,11 +174,7 @@ def test_an_accumulated_step_is_the_mean_of_its_batches() -> None:
     twice = cases.distilled(twin, [data[0], data[0], data[1], data[1]], steps=2, accumulate=2)
     same(twice["values"], once["values"], **TIGHT)
     assert (once["samples"], twice["samples"]) == (6, 12)
-    with pytest.raises(
-        dynorm.errors.ArgumentError, match="accumulate must be an integer, at least 1, got 0"
-    ):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"accumulate.*got 0"):
         cases.distilled(model, data, accumulate=0)
-    with pytest.raises(
-        dynorm.errors.ArgumentError, match="accumulate must be an integer, at least 1, got 0"
-    ):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"accumulate.*got 0"):
         dynorm.refine_(model, data, steps=1, accumulate=0)

@@ -56,9 +56,7 @@ def test_missing_weights_are_named(
         lambda: fold_pretrained(source, tmp_path / "out", {}),
         lambda: inspect_pretrained(source, texts=[texts], samples=16),
     ):
-        with pytest.raises(
-            StorageError, match=r"must hold all weights of BertModel, but lacks encoder\.layer\.1\."
-        ):
+        with pytest.raises(StorageError, match=r"weights of BertModel.*encoder\.layer\.1\."):
             job()
     assert not (tmp_path / "out").exists()
 
@@ -69,10 +67,10 @@ def test_a_pooler_that_nothing_reads_may_be_missing(source: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [
-    ({"device": "nothing"}, "device must be one"),
+    ({"device": "nothing"}, "device must"),
     ({"dtype": "int8"}, "dtype must be auto"),
-    ({"recipe": Recipe(only=("nowhere.*",))}, "the glob 'nowhere.*' must match"),
-    ({"texts": ["few.txt"]}, "texts must be at least 8"),
+    ({"recipe": Recipe(only=("nowhere.*",))}, "glob 'nowhere.*'"),
+    ({"texts": ["few.txt"]}, "texts must"),
 ], ids=["device", "dtype", "glob", "texts"])  # fmt: skip
 def test_cheap_checks_come_before_a_model_is_loaded(
     encoder: Path,
@@ -180,11 +178,9 @@ def test_bars_end_full_where_the_last_batch_ends_the_work() -> None:
 def test_a_missing_tokenizer_is_refused(source: Path, texts: Path, tmp_path: Path) -> None:
     for file in source.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(
-        StorageError, match=r"must hold the model's tokenizer, but has none of its files"
-    ):
+    with pytest.raises(StorageError, match=r"tokenizer.*none.*files"):
         convert_pretrained(source, tmp_path / "out", QUICK, texts=[texts])
-    with pytest.raises(StorageError, match="must hold the model's tokenizer"):
+    with pytest.raises(StorageError, match="model's tokenizer"):
         inspect_pretrained(source, texts=[texts], samples=16)
     assert not (tmp_path / "out").exists()
 
@@ -196,7 +192,7 @@ def test_texts_that_the_tokenizer_does_not_know_are_refused(
 ) -> None:
     file = tmp_path / "texts.txt"
     file.write_text("\n\n".join(f"{word.join('жзий' * 5)} {i}" for i in range(100)), "utf-8")
-    with pytest.raises(DataError, match=r"must know the texts, but .* nothing or unknown tokens"):
+    with pytest.raises(DataError, match=r"texts.*unknown tokens"):
         convert_pretrained(request.getfixturevalue(kind), tmp_path / "out", QUICK, texts=[file])
 
 
@@ -216,24 +212,24 @@ def pickled(folder: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut": (cut, r"source/model\.safetensors must be a whole safetensors file"),
-    "garbage": (lambda d: (d / "model.safetensors").write_bytes(b"x" * 100), r"source/model\.safetensors must be a w"),
-    "pickle": (pickled, r"must be able to read .*source/pytorch_model\.bin"),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), "must be able to read .*source"),
+    "cut": (cut, r"source/model\.safetensors.*whole"),
+    "garbage": (lambda d: (d / "model.safetensors").write_bytes(b"x" * 100), r"source/model\.safetensors.*whole"),
+    "pickle": (pickled, r"able.*read.*source/pytorch_model\.bin"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "able.*read.*/source"),
     "shape": (
         lambda d: edit(d, lambda t: t.update({f"{NORM}.weight": torch.ones(7)})),
-        r"must be able to read .*model\.safetensors and its config",
+        r"able.*read.*model\.safetensors",
     ),
     "size": (
         lambda d: set_config(d, hidden_size=48),
-        r"must be able to read .*model\.safetensors and its config",
+        r"able.*read.*model\.safetensors",
     ),
     "heads": (
         lambda d: set_config(d, num_attention_heads=0),
-        r"must be able to read",
+        "able.*read",
     ),
-    "config": (lambda d: (d / "config.json").write_text("[1]"), r"must be able to read .*source"),
-    "tokenizer": (lambda d: (d / "tokenizer.json").write_text('{"version": 3}'), r"must be able to read .*source"),
+    "config": (lambda d: (d / "config.json").write_text("[1]"), "able.*read.*/source"),
+    "tokenizer": (lambda d: (d / "tokenizer.json").write_text('{"version": 3}'), "able.*read.*/source"),
 }  # fmt: skip
 
 
@@ -256,9 +252,9 @@ def test_a_model_is_not_replaced_by_what_is_made_from_it(
 ) -> None:
     source = shutil.copytree(encoder, tmp_path / "model")
     before = {file: file.read_bytes() for file in source.iterdir()}
-    with pytest.raises(dynorm.errors.ArgumentError, match="must not replace its own source"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"replace.*source"):
         convert_pretrained(source, tmp_path, QUICK, texts=[texts], overwrite=True)
-    with pytest.raises(dynorm.errors.ArgumentError, match="must not replace its own source"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"replace.*source"):
         fold_pretrained(source, tmp_path, {}, overwrite=True)
     assert {file: file.read_bytes() for file in source.iterdir()} == before
 

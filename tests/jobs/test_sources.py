@@ -100,15 +100,11 @@ def test_what_is_no_data_set_is_named(
     library: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library(ConnectionError("Couldn't reach 'people/talk' on the Hub"))
-    with pytest.raises(
-        DataError, match=r"but people/talk does not, and as a data set .*reach.*HF_HUB_OFFLINE=0"
-    ):
+    with pytest.raises(DataError, match=r"people/talk.*reach.*HF_HUB_OFFLINE=0"):
         read_texts(["people/talk"])
     library([{"label": 1, "text": "words"}])
-    with pytest.raises(DataError, match="a row must have images, but has label, text"):
+    with pytest.raises(DataError, match=r"images.*label, text"):
         find_images(["people/talk"])
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        DataError, match="but people/talk does not: correct it, or install datasets"
-    ):
+    with pytest.raises(DataError, match=r"people/talk.*install datasets"):
         read_texts(["people/talk"])

@@ -53,18 +53,18 @@ def test_folders(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("a.txt", "", "must have a paragraph or line of 20 characters, but .*a.txt has none"),
+        ("a.txt", "", r"20 characters.*a\.txt"),
         ("a.txt", "short\n\nshorter", "has none"),
         (
             "a.txt",
             f"{LONG} ".encode() + b"\xe9t\xe9",
-            r"must be UTF-8, but .*a\.txt is not, at byte 32: convert it",
+            r"UTF-8.*a\.txt.*byte 32",
         ),
         ("a.bin", b"\x89PNG\r\n\x1a\n\xff", "must be UTF-8"),
-        ("a.txt", f"{LONG}\0\0", "has NUL bytes: is it binary"),
-        ("a.py", "def f(:\n", "must be Python, but .*a.py is not, at line 1"),
-        ("a.py", "x = 1" + " + 1" * 20_000, "must nest less deep than .*a.py"),
-        ("a.py", "x = " + "-" * 20_000 + "1", "must nest less deep than .*a.py"),
+        ("a.txt", f"{LONG}\0\0", "NUL bytes"),
+        ("a.py", "def f(:\n", r"Python.*a\.py.*line 1"),
+        ("a.py", "x = 1" + " + 1" * 20_000, r"deep.*a\.py"),
+        ("a.py", "x = " + "-" * 20_000 + "1", r"deep.*a\.py"),
         ("a.py", "x = 1\n", "has none"),
     ],
 )
@@ -77,11 +77,11 @@ def test_files_that_are_no_texts(
 
 
 def test_paths_without_texts(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"files and folders that exist, but .*nowhere does not"):
+    with pytest.raises(DataError, match=r"exist.*nowhere"):
         read_texts([tmp_path / "nowhere"])
     with pytest.raises(DataError, match="has none"):
         read_texts([tmp_path])
-    with pytest.raises(DataError, match="at least one file, got none"):
+    with pytest.raises(DataError, match="file, got none"):
         read_texts([])
 
 
@@ -91,9 +91,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     file = write(tmp_path / "a.txt", LONG)
     monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(
-        DataError, match=r"must be readable, but .*a\.txt is not: Permission denied"
-    ):
+    with pytest.raises(DataError, match=r"readable.*a\.txt.*Permission"):
         read_texts([file])
 
 
@@ -126,10 +124,8 @@ def test_split() -> None:
 
 
 def test_splits_that_cannot_be() -> None:
-    with pytest.raises(ArgumentError, match="held_out must be at least 1, got 0"):
+    with pytest.raises(ArgumentError, match=r"held_out.*1, got 0"):
         split_texts(["a", "b"], 0)
     assert [len(part) for part in split_texts([str(i) for i in range(10)], 6)] == [8, 2]
-    with pytest.raises(
-        DataError, match=r"at least 8, to hold some out \(--held-out\), got 7: give more"
-    ):
+    with pytest.raises(DataError, match=r"least 8.*--held-out.*got 7"):
         split_texts([str(i) for i in range(7)], 6)

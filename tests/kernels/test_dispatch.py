@@ -536,9 +536,7 @@ def test_a_device_that_torch_does_not_know_is_refused(
     device: Any, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_dispatch, "ENABLED", enabled)
-    with pytest.raises(
-        ArgumentError, match=f"device must be one that torch knows, .* got {device!r}"
-    ):
+    with pytest.raises(ArgumentError, match=f"device.*got {device!r}"):
         backend(device)
 
 

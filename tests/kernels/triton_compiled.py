@@ -150,9 +150,7 @@ def test_reduction_compiles(dtype: str) -> None:
         **pointers(dtype, partial=True, sums=True),
         chunks=ANY,
         channels=ANY,
-        WITH_SHIFT=False,
-        WITH_CENTER=True,
-        WITH_WEIGHT=True,
+        PRESENT=0b11101,
         BLOCK_CHUNKS=32,
         BLOCK_CHANNELS=64,
     )

@@ -296,38 +296,38 @@ def test_nan_stays_where_it_is(kind: type[PointwiseNorm]) -> None:
 
 
 BAD_ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
-    "no channels": ((0,), {}, "normalized_shape must be positive, got 0"),
-    "negative size": (((4, -1),), {}, r"normalized_shape must be positive, got \(4, -1\)"),
-    "no sizes": (((),), {}, r"normalized_shape must be an int or .* got \(\)"),
-    "float size": ((4.0,), {}, r"normalized_shape must be an int or .* got 4\.0"),
-    "bool size": ((True,), {}, "normalized_shape must be an int or .* got True"),
-    "text": (("4",), {}, "normalized_shape must be an int or .* got '4'"),
-    "float dim": ((4,), {"dim": 1.0}, r"dim must be an int or .* got 1\.0"),
-    "no dim": ((4,), {"dim": ()}, r"dim must be an int or .* got \(\)"),
-    "too many dims": ((4,), {"dim": (1, 2)}, r"dim must name 1 different axes .* got \(1, 2\)"),
+    "no channels": ((0,), {}, "normalized_shape.*positive, got 0"),
+    "negative size": (((4, -1),), {}, r"normalized_shape.*positive, got \(4, -1\)"),
+    "no sizes": (((),), {}, r"normalized_shape.*int.*got \(\)"),
+    "float size": ((4.0,), {}, r"normalized_shape.*int.*got 4\.0"),
+    "bool size": ((True,), {}, "normalized_shape.*int.*got True"),
+    "text": (("4",), {}, "normalized_shape.*int.*got '4'"),
+    "float dim": ((4,), {"dim": 1.0}, r"dim.*int.*got 1\.0"),
+    "no dim": ((4,), {"dim": ()}, r"dim.*int.*got \(\)"),
+    "too many dims": ((4,), {"dim": (1, 2)}, r"dim.*1 different.*got \(1, 2\)"),
     "too few dims": (
         ((4, 5),),
         {"dim": 1},
-        r"dim must name 2 different axes for normalized_shape \(4, 5\), got 1",
+        r"dim.*2 different.*\(4, 5\), got 1",
     ),
-    "repeated dim": (((4, 5),), {"dim": (1, 1)}, r"dim must name 2 different axes .* got \(1, 1\)"),
-    "zero scale": ((4,), {"scale": 0}, "scale must be a finite number other than 0, got 0"),
-    "nan scale": ((4,), {"scale": NAN}, "scale must be a finite number other than 0, got nan"),
-    "infinite scale": ((4,), {"scale": INF}, "scale must be a finite number other than 0, got inf"),
+    "repeated dim": (((4, 5),), {"dim": (1, 1)}, r"dim.*2 different.*got \(1, 1\)"),
+    "zero scale": ((4,), {"scale": 0}, "scale.*got 0"),
+    "nan scale": ((4,), {"scale": NAN}, "scale.*got nan"),
+    "infinite scale": ((4,), {"scale": INF}, "scale.*got inf"),
     "a word as scale": (
         (4,),
         {"scale": "a"},
-        "scale must be a finite number other than 0, got 'a'",
+        "scale.*got 'a'",
     ),
     "integer dtype": (
         (4,),
         {"dtype": torch.int64},
-        "dtype must be a real floating point dtype, got torch.int64",
+        "dtype.*got torch.int64",
     ),
     "complex dtype": (
         (4,),
         {"dtype": torch.complex64},
-        "dtype must be a real floating point dtype",
+        "dtype.*floating",
     ),
 }
 
@@ -341,11 +341,9 @@ def test_refused_arguments(kind: type[PointwiseNorm], args: Any, kwargs: Any, me
 @pytest.mark.parametrize("value", [0, -1.0, NAN, INF, -INF])
 def test_refused_constants(kind: type[PointwiseNorm], value: float) -> None:
     name = "alpha_init" if kind in (DyT, Derf) else "beta_init"
-    with pytest.raises(
-        ArgumentError, match=f"{name} must be a positive finite number, got {value}"
-    ):
+    with pytest.raises(ArgumentError, match=f"{name}.*positive.*got {value}"):
         kind(4, **{name: value})
-    with pytest.raises(ArgumentError, match=f"beta must be positive and finite, got {value}"):
+    with pytest.raises(ArgumentError, match=f"beta.*got {value}"):
         kind(4).set_slope_(value)
     layer = build(kind, 4, per_channel=True)
     before = layer.beta()
@@ -356,7 +354,7 @@ def test_refused_constants(kind: type[PointwiseNorm], value: float) -> None:
 
 def test_refused_shift() -> None:
     for value in (NAN, INF):
-        with pytest.raises(ArgumentError, match=f"shift_init must be a finite number, got {value}"):
+        with pytest.raises(ArgumentError, match=f"shift_init.*finite.*got {value}"):
             Derf(4, shift_init=value)
 
 

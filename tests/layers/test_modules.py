@@ -241,7 +241,7 @@ def test_written_as_a_layer_norm_it_is_refused(kind: type[PointwiseNorm]) -> Non
     with pytest.raises(ArgumentError, match=r"arguments.*normalized_shape"):
         make(64, 1e-5, True)
     remedy = "pass norm_eps=" if kind in ANNEALED else f"its constant is {first}"
-    with pytest.raises(ArgumentError, match=rf"must not get an eps.* got eps=1e-06: .*{remedy}"):
+    with pytest.raises(ArgumentError, match=f"not.*got eps=1e-06.*{remedy}"):
         make(64, eps=1e-6)
     parameters = inspect.signature(kind).parameters
     positional = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -496,7 +496,7 @@ def test_a_logarithm_learns_fast_by_default() -> None:
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "constants_lr"])
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), "a", [1e-3]])
 def test_rates_are_numbers(name: str, bad: Any) -> None:
-    with pytest.raises(ArgumentError, match=f"{name} must be finite and not negative, got"):
+    with pytest.raises(ArgumentError, match=f"{name}.*finite.*got"):
         param_groups(DyISRU(4), **{"lr": 1e-3, name: bad})
 
 

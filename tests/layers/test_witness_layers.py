@@ -212,14 +212,14 @@ def test_witnesses_may_come_as_any_sequence(witnesses: Any) -> None:
 
 
 ERRORS: list[tuple[Any, str]] = [
-    ((6,), "from 0 to 5, but 6 is out of range"),
-    ((-1,), "from 0 to 5, but -1 is out of range"),
-    ((1, 1), "one is named twice"),
-    (7, "from 0 to the 6 channels, got 7"),
-    (-1, "from 0 to the 6 channels, got -1"),
-    (tuple(range(7)), "6 is out of range"),
-    ((1.0,), r"a number of channels, or their positions, integers, got \(1.0,\)"),
-    ((True,), r"or their positions, integers, got \(True,\)"),
+    ((6,), "0 to 5.*6.*range"),
+    ((-1,), "0 to 5.*-1.*range"),
+    ((1, 1), "named twice"),
+    (7, "6 channels, got 7"),
+    (-1, "6 channels, got -1"),
+    (tuple(range(7)), "6.*range"),
+    ((1.0,), r"positions.*got \(1.0,\)"),
+    ((True,), r"positions.*got \(True,\)"),
     (True, "integers, got True"),
     (1.5, "integers, got 1.5"),
     ("3", "integers, got '3'"),
@@ -250,10 +250,10 @@ def test_bad_gains(gain: Any) -> None:
 
 
 CONVERSIONS: list[tuple[Any, str]] = [
-    (-1, "0 or more, or their positions, got -1"),
-    (True, "0 or more, or their positions, got True"),
-    ("3", "or their positions, got '3'"),
-    (2.0, "or their positions, got 2.0"),
+    (-1, "positions, got -1"),
+    (True, "positions, got True"),
+    ("3", "positions, got '3'"),
+    (2.0, "positions, got 2.0"),
     ((C,), "out of range"),
     ((0, 0), "named twice"),
 ]

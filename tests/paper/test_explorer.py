@@ -126,7 +126,7 @@ class TestCommand:
     def test_paths_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         for path in (tmp_path, tmp_path / "file" / "page.html", str(tmp_path / "null\0byte")):
-            with pytest.raises(StorageError, match=r"cannot be (written|made)"):
+            with pytest.raises(StorageError, match=r"be (written|made)"):
                 save_page(path)
         assert isinstance(self.run("--out", str(tmp_path)).exception, StorageError)
 

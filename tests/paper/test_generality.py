@@ -118,12 +118,12 @@ def test_samples_without_a_positive_outlier_are_counted_not_fitted() -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"channels": 1}, "channels must be at least 2"),
-        ({"channels": 2}, "not all on it"),
-        ({"sigma": 0.0}, "sigma must be positive"),
-        ({"samples": 0}, "samples must be at least 1"),
-        ({"mean": -1000.0}, "must be positive after its first step"),
-        ({"sigma": math.nan}, "sigma must be positive"),
+        ({"channels": 1}, "channels.*2"),
+        ({"channels": 2}, "not all"),
+        ({"sigma": 0.0}, "sigma.*positive"),
+        ({"samples": 0}, "samples.*1"),
+        ({"mean": -1000.0}, "positive.*first step"),
+        ({"sigma": math.nan}, "sigma.*positive"),
     ],
 )
 def test_what_it_refuses(arguments: dict[str, float], match: str) -> None:

@@ -88,15 +88,15 @@ def test_two_channels_are_plus_and_minus_one() -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"channels": 1}, "channels must be at least 2.*got 1"),
-        ({"sigma": 0.0}, "sigma must be positive.*got 0"),
-        ({"sigma": -1.0}, "sigma must be positive"),
-        ({"sigma": math.inf}, "sigma must be positive.*got inf"),
-        ({"sigma": math.nan}, "sigma must be positive.*got nan"),
+        ({"channels": 1}, "channels.*2.*got 1"),
+        ({"sigma": 0.0}, "sigma.*got 0"),
+        ({"sigma": -1.0}, "sigma.*positive"),
+        ({"sigma": math.inf}, "sigma.*got inf"),
+        ({"sigma": math.nan}, "sigma.*got nan"),
         ({"mean": math.nan}, "mean must be"),
-        ({"seed": -1}, "seed must be from 0"),
-        ({"seed": 2**32}, "seed must be from 0"),
-        ({"mean": 1e30}, "must differ, got 100 times 1e\\+30"),
+        ({"seed": -1}, "seed.*0"),
+        ({"seed": 2**32}, "seed.*0"),
+        ({"mean": 1e30}, r"differ, got 100 times 1e\+30"),
         ({"sigma": 1e-200}, "range of float64"),
     ],
 )

@@ -353,7 +353,7 @@ def test_models_without_norms_and_converted_ones() -> None:
         plain,
         dynorm.find_norms(plain, x),
         ModelError,
-        "the model must have norms, but find_norms saw none",
+        "norms.*find_norms.*none",
     )
     model = mlp()
     sites = dynorm.find_norms(model, x)
@@ -362,7 +362,7 @@ def test_models_without_norms_and_converted_ones() -> None:
         model,
         sites,
         ModelError,
-        r"'1' must be a norm, but is converted already: call dynorm\.restore_",
+        r"'1'.*converted.*dynorm\.restore_",
     )
     fails(model, dynorm.find_norms(model, x), ModelError, "converted already")
 
@@ -370,19 +370,17 @@ def test_models_without_norms_and_converted_ones() -> None:
 def test_sites_of_another_model() -> None:
     x = torch.randn(5, C)
     sites = dynorm.find_norms(mlp(), x)
-    fails(nn.Sequential(nn.Linear(C, C)), sites, ModelError, "has no '1': call find_norms again")
-    fails(
-        nn.Sequential(*[nn.Linear(C, C)] * 5), sites, ModelError, "is a Linear and not a LayerNorm"
-    )
+    fails(nn.Sequential(nn.Linear(C, C)), sites, ModelError, "no '1': call find_norms")
+    fails(nn.Sequential(*[nn.Linear(C, C)] * 5), sites, ModelError, "Linear.*LayerNorm")
     wide = nn.Sequential(*[nn.LayerNorm(C + 1)] * 4, nn.RMSNorm(C + 1))
-    fails(wide, sites, ModelError, rf"'weight' of '1' has shape \({C + 1},\) and not \({C},\)")
+    fails(wide, sites, ModelError, rf"'weight'.*'1'.*shape \({C + 1},\).*\({C},\)")
 
 
 def test_a_later_site_that_fails_leaves_the_earlier_ones_alone() -> None:
     model = mlp()
     sites = dynorm.find_norms(model, torch.randn(5, C))
     model[4] = nn.LayerNorm(C)
-    fails(model, sites, ModelError, "'4' is a LayerNorm and not a RMSNorm")
+    fails(model, sites, ModelError, "'4'.*LayerNorm.*RMSNorm")
 
 
 def test_an_unknown_layer_a_glob_without_match_and_a_filter_that_leaves_nothing() -> None:
@@ -392,27 +390,27 @@ def test_an_unknown_layer_a_glob_without_match_and_a_filter_that_leaves_nothing(
         model,
         sites,
         ArgumentError,
-        "must be one of dyisru, dyt, derf, linear, annealed, .*, got 'tanh'",
+        "dyisru.*annealed.*got 'tanh'",
         to="tanh",
     )
-    fails(model, sites, ArgumentError, r"the glob 'encoder\.\*' must match", only="encoder.*")
-    fails(model, sites, ArgumentError, "the glob 'x' must match", skip=["1", "x"])
-    fails(model, sites, ModelError, "the filter left none", filter_fn=lambda site: False)
+    fails(model, sites, ArgumentError, r"glob 'encoder\.\*'.*match", only="encoder.*")
+    fails(model, sites, ArgumentError, "glob 'x'.*match", skip=["1", "x"])
+    fails(model, sites, ModelError, "filter left", filter_fn=lambda site: False)
     fails(
         model,
         sites,
         ArgumentError,
-        "filter_fn must be a function of a NormSite, or None, got 'a'",
+        "filter_fn.*got 'a'",
         filter_fn="a",
     )
     for wrong in (None, 5, "a"):
-        fails(model, wrong, ArgumentError, "sites must be a list of NormSite, got")
+        fails(model, wrong, ArgumentError, "sites.*NormSite, got")
     for words in (4.0, "a"):
         fails(
             model,
             sites,
             ArgumentError,
-            "must be a number of channels, 0 or more, or their positions, .*got",
+            "number.*positions.*got",
             witnesses=words,
         )
 
@@ -420,7 +418,7 @@ def test_an_unknown_layer_a_glob_without_match_and_a_filter_that_leaves_nothing(
 def test_only_refused_sites() -> None:
     model = nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.GroupNorm(2, 4))
     sites = dynorm.find_norms(model, torch.randn(2, 3, 5))
-    fails(model, sites, ModelError, "but none of the chosen ones is .*1: batch norm.*2: group norm")
+    fails(model, sites, ModelError, "chosen.*1: batch.*2: group")
 
 
 def test_the_model_is_the_norm_itself() -> None:
@@ -429,7 +427,7 @@ def test_the_model_is_the_norm_itself() -> None:
         model,
         dynorm.find_norms(model, torch.randn(5, C)),
         ModelError,
-        "the model is the norm itself: wrap it first",
+        "norm itself.*wrap",
     )
 
 
@@ -437,7 +435,7 @@ def test_a_replaced_forward() -> None:
     model = mlp()
     sites = dynorm.find_norms(model, torch.randn(5, C))
     model[1].forward = lambda x: x
-    fails(model, sites, ModelError, "undo the patch, or convert first")
+    fails(model, sites, ModelError, "undo.*patch")
     # The class's own, as a hook that was removed leaves it.
     del model[1].forward
     model[1].forward = model[1].forward
@@ -467,7 +465,7 @@ def test_ddp(tmp_path: Path) -> None:
             nn.parallel.DistributedDataParallel(model),
             sites,
             ModelError,
-            r"wrapped in DDP: pass model\.module",
+            r"DDP: pass model\.module",
         )
     finally:
         torch.distributed.destroy_process_group()
@@ -579,7 +577,7 @@ def test_specs_rebuild_the_layers_in_a_fresh_model() -> None:
     assert not fresh.one.training
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(fresh(x), model(x))
-    with pytest.raises(ModelError, match=r"norms.*one, left, right"):
+    with pytest.raises(ModelError, match="one, left, right"):
         dynorm.restore_(fresh)
 
 
@@ -592,7 +590,7 @@ def test_specs_that_do_not_fit() -> None:
     assert state(model) == before
     with pytest.raises(ArgumentError, match=r"needs.*config"):
         LayerSpec.from_dict({"layer": "dyt"})
-    with pytest.raises(ArgumentError, match="must be one of"):
+    with pytest.raises(ArgumentError, match="one of"):
         LayerSpec.from_dict({"layer": "tanh", "paths": ["1"], "config": {}})
     with pytest.raises(ArgumentError, match=r"dyt.*cannot"):
         LayerSpec("dyt", {"size": 3}, ("1",)).build(None, None)
@@ -779,15 +777,15 @@ def test_one_site_may_be_chosen_by_calibration() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"norm.9": None}, r"the glob 'norm.9' must match .*nearest first: "),
-        ({"0": {"lean": 0.5}}, "got 'lean': there are to, per_channel, center, witnesses"),
-        ({"0": {"witnes": 1}}, "got 'witnes': do you mean 'witnesses'"),
-        ({"0": "dyt"}, "the options for a glob must be a mapping .*got 'dyt'"),
-        ({"0": {"to": "x"}}, "the layer must be one of"),
-        ({"0": {"witnesses": -1}}, "witnesses must be a number"),
-        ({"0": {"per_channel": "no"}}, "per_channel must be True or False, got 'no'"),
-        ({"_default": {"center": 1}}, "center must be True or False, got 1"),
-        ({3: None}, "globs must be strings"),
+        ({"norm.9": None}, r"glob 'norm\.9'.*nearest"),
+        ({"0": {"lean": 0.5}}, "got 'lean'.*to, per_channel"),
+        ({"0": {"witnes": 1}}, "got 'witnes'.*mean 'witnesses'"),
+        ({"0": "dyt"}, "options.*mapping.*got 'dyt'"),
+        ({"0": {"to": "x"}}, "layer.*one of"),
+        ({"0": {"witnesses": -1}}, "witnesses.*number"),
+        ({"0": {"per_channel": "no"}}, "per_channel.*got 'no'"),
+        ({"_default": {"center": 1}}, "center.*got 1"),
+        ({3: None}, "globs.*strings"),
     ],
 )
 def test_wrong_options_by_glob_leave_the_model_as_it_was(options: Any, message: str) -> None:

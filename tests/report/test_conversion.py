@@ -580,10 +580,10 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("batches", "message"),
         [
-            ([], "at least one batch"),
+            ([], "one batch"),
             (torch.zeros(4, 8), "pass a list"),
-            (["text"], "must be a tensor"),
-            ([torch.zeros(4, 9)], "must run on each batch"),
+            (["text"], "must.*tensor"),
+            ([torch.zeros(4, 9)], "run.*batch"),
             ([torch.full((4, 8), math.nan)], "'1'"),
             ([torch.full((4, 8), 1e38)], "'[14]'"),
         ],

@@ -15,15 +15,15 @@ from studies.settings import Settings
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"arm": "batchnorm"}, "arm must be one of layernorm"),
+        ({"arm": "batchnorm"}, "arm.*layernorm"),
         ({"lr": 0.0}, "learning rate"),
         ({"lr": -1e-3}, "learning rate"),
         ({"lr": float("nan")}, "learning rate"),
-        ({"lr": 0.00123456789}, "lr must have at most six digits"),
-        ({"constants_rate": 10.0000001}, "constants_rate must have at most six digits"),
+        ({"lr": 0.00123456789}, "lr.*digits"),
+        ({"constants_rate": 10.0000001}, "constants_rate.*digits"),
         (
             {"arm": "dyisru_annealed", "path_start": 0.5000001},
-            "path_start must have at most six digits",
+            "path_start.*digits",
         ),
         ({"steps": 0}, "steps"),
         ({"steps": 50}, "warm-up must end"),
@@ -42,10 +42,10 @@ from studies.settings import Settings
         ({"warmup_constants": True, "warmup": 9}, "10 steps or more"),
         ({"share": 0.9}, "has no witnesses"),
         ({"arm": "dyisru_witnesses", "share": 1.0}, "between 0 and 1"),
-        ({"optimizer": "sgd"}, "optimizer must be adamw or muon"),
-        ({"scale_loss": -0.1}, "must not be negative"),
-        ({"scale_loss": float("nan")}, "must not be negative"),
-        ({"scale_loss": 0.1000001}, "scale_loss must have at most six digits"),
+        ({"optimizer": "sgd"}, "optimizer.*muon"),
+        ({"scale_loss": -0.1}, "scale.*negative"),
+        ({"scale_loss": float("nan")}, "scale.*negative"),
+        ({"scale_loss": 0.1000001}, "scale_loss.*digits"),
         ({"arm": "layernorm", "scale_loss": 0.1}, "leave --scale-loss out"),
         ({"arm": "dyisru_final_norm", "scale_loss": 0.1}, "leave --scale-loss out"),
         ({"arm": "layernorm", "fixed_writers": True}, "leave --fixed-writers out"),
@@ -53,11 +53,11 @@ from studies.settings import Settings
         ({"path_start": 0.5}, "is not annealed"),
         (
             {"arm": "dyisru_annealed", "path_start": 0.8},
-            "begin after the first step and end before the last",
+            "after.*first.*end",
         ),
         (
             {"arm": "dyisru_annealed", "path_length": 0.0},
-            "begin after the first step and end before the last",
+            "after.*first.*end",
         ),
     ],
 )

@@ -160,7 +160,7 @@ def test_set_path_moves_all_or_some() -> None:
         dynorm.set_anneal_(model, 0.5, only=["rms", "nothing"])
     wrong: list[tuple[Any, str]] = [(5, "5"), (["rms", None], "None"), (b"rms", "b'rms'")]
     for bad_glob, got in wrong:
-        with pytest.raises(dynorm.errors.ArgumentError, match=f"globs must be strings.*got {got}"):
+        with pytest.raises(dynorm.errors.ArgumentError, match=f"globs.*got {got}"):
             dynorm.set_anneal_(model, 0.5, only=bad_glob)
     assert positions(model) == {"first": 0.25, "plain": 1.0, "rms": 1.0, "channels": 0.25}
     for call in (
@@ -226,7 +226,7 @@ def test_a_folder_with_the_order_of_calls_loads(tmp_path: Path) -> None:
 
 
 def test_a_layer_alone_cannot_be_replaced_in_itself() -> None:
-    with pytest.raises(dynorm.errors.ModelError, match="must have a parent"):
+    with pytest.raises(dynorm.errors.ModelError, match=r"have.*parent"):
         dynorm.finalize_(dynorm.layers.AnnealedDyISRU(8, t=1.0))
 
 

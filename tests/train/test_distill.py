@@ -160,24 +160,24 @@ def test_the_search_for_the_rate_moves_tied_weights_and_leaves_flags() -> None:
 def test_a_loss_that_is_no_scalar_is_refused(wrong: Any) -> None:
     net = classifier()
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(dynorm.errors.ArgumentError, match="loss must return a scalar tensor, got"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"loss.*scalar.*got"):
         distill_(net, images(), loss=lambda *_: wrong, steps=1, lr=1e-3, quiet=True)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
 @pytest.mark.parametrize(("options", "match"), [
-    ({"seed": "a"}, "seed must be an integer, at least 0, got 'a'"),
+    ({"seed": "a"}, "seed.*got 'a'"),
     ({"seed": None}, "got None"),
     ({"seed": -1}, "got -1"),
-    ({"seed": 2**32}, "seed must be from 0 to"),
-    ({"steps": True}, "steps must be an integer, at least 1, got True"),
-    ({"callbacks": 5}, "callbacks must be a list of transformers' TrainerCallback, got 5"),
+    ({"seed": 2**32}, r"seed.*2\*\*32"),
+    ({"steps": True}, "steps.*got True"),
+    ({"callbacks": 5}, "callbacks.*TrainerCallback, got 5"),
     ({"callbacks": "a"}, "got 'a'"),
     ({"callbacks": [5]}, r"got \[5\]"),
-    ({"callbacks": AnnealCallback()}, "must be a list"),
-    ({"loss": "a"}, "loss must be a function of both outputs and the batch, or None, got 'a'"),
+    ({"callbacks": AnnealCallback()}, "callbacks.*list"),
+    ({"loss": "a"}, "loss.*got 'a'"),
     ({"loss": 5}, "got 5"),
-    ({"checkpoints": 5}, "checkpoints must be the path of a folder, or None, got 5"),
+    ({"checkpoints": 5}, "checkpoints.*got 5"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused_before_anything_is_changed(
     options: dict[str, Any], match: str
@@ -190,9 +190,7 @@ def test_wrong_arguments_are_refused_before_anything_is_changed(
 
 
 def test_a_model_without_anything_to_train_is_refused() -> None:
-    with pytest.raises(
-        dynorm.errors.ModelError, match="must have weights to train, but all are frozen"
-    ):
+    with pytest.raises(dynorm.errors.ModelError, match=r"weights.*frozen"):
         distill_(classifier().requires_grad_(False), images(), steps=1, quiet=True)
 
 
@@ -210,18 +208,16 @@ def test_a_teacher_must_be_the_model_before() -> None:
     wider = nn.Sequential(
         nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), nn.Linear(4, 24), nn.LayerNorm(24), nn.Linear(24, 5)
     )
-    with pytest.raises(dynorm.errors.DataError, match="of the original's shape, but reached none"):
+    with pytest.raises(dynorm.errors.DataError, match=r"shape.*reached none"):
         distill_(net, images(), teacher=wider, steps=1, quiet=True)
     name: Any = "bert"
-    with pytest.raises(dynorm.errors.ArgumentError, match=r"teacher must be a .*Module, not str"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"teacher.*Module.*str"):
         distill_(net, images(), teacher=name, steps=1, quiet=True)
     teacher = dynorm.restore_(copy.deepcopy(net))
     dynorm.calibrate_(net, images())
     folded = copy.deepcopy(net).eval()
     assert dynorm.fold_(folded, *images()[0]).count("affine")
-    with pytest.raises(
-        dynorm.errors.ModelError, match=r"must have its norm's weight .* fold afterwards"
-    ):
+    with pytest.raises(dynorm.errors.ModelError, match=r"norm's weight.*fold"):
         distill_(folded, images(), teacher=teacher, steps=1, quiet=True)
     # Nothing was frozen.
     assert all(p.requires_grad for p in net.parameters())
@@ -233,7 +229,7 @@ def test_a_loaded_model_goes_on_with_its_teacher(tmp_path: Path) -> None:
     teacher = dynorm.restore_(copy.deepcopy(net))
     dynorm.save(net, tmp_path / "saved")
     loaded = dynorm.load(tmp_path / "saved", copy.deepcopy(teacher))
-    with pytest.raises(dynorm.errors.ModelError, match="must have replaced a norm"):
+    with pytest.raises(dynorm.errors.ModelError, match=r"replaced.*norm"):
         distill_(loaded, images(), steps=1, quiet=True)
     for each in (net, loaded):
         distill_(each, images(), teacher=copy.deepcopy(teacher), steps=20, lr=1e-2, quiet=True)
@@ -432,11 +428,11 @@ def test_many_logits_are_compared_in_parts_of_which_none_is_kept() -> None:
 
 
 def test_what_cannot_be_gone_through_again() -> None:
-    with pytest.raises(dynorm.errors.ArgumentError, match="able to begin again"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="begin again"):
         distill_(classifier(), iter(images()), minutes=1.0, quiet=True)
     with pytest.raises(dynorm.errors.DataError, match="got 4 for 5 steps"):
         distill_(classifier(), iter(images()), steps=5, quiet=True)
-    with pytest.raises(dynorm.errors.DataError, match="at least one batch"):
+    with pytest.raises(dynorm.errors.DataError, match="one batch"):
         distill_(classifier(), [], minutes=0.01, quiet=True)
 
 
@@ -464,7 +460,7 @@ def test_an_environment_of_other_processes_than_the_group_is_refused(
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     with pytest.raises(
         dynorm.errors.ModelError,
-        match="the 1 processes of the group, but names 2: start them with torchrun",
+        match=r"1 processes.*names 2.*torchrun",
     ):
         distill_(classifier(), images(), steps=2, quiet=True)
 
@@ -489,7 +485,7 @@ def test_a_checkpoint_of_another_model_is_refused(other: str, tmp_path: Path) ->
     before = copy.deepcopy(net.state_dict())
     with pytest.raises(
         dynorm.errors.StorageError,
-        match=r"must be of this model and recipe, but .*checkpoint-3 is not",
+        match=r"model.*recipe.*checkpoint-3",
     ):
         distill_(net, images(), steps=3, lr=1e-4, quiet=True, checkpoints=tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
@@ -511,7 +507,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(differs: str, tmp_path: Path)
         options["teacher"] = doubled(net)
     with pytest.raises(
         dynorm.errors.StorageError,
-        match=rf"checkpoint-3 is not: it differs in {differs}: remove it",
+        match=f"checkpoint-3.*differs in {differs}",
     ):
         distill_(net, images(), **options)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
@@ -613,9 +609,7 @@ def test_what_training_made_worse_is_put_back() -> None:
     net = classifier()
     dynorm.calibrate_(net, images())
     weights = copy.deepcopy(net.state_dict())
-    with pytest.warns(
-        dynorm.errors.CalibrationWarning, match="the weights from before are put back"
-    ):
+    with pytest.warns(dynorm.errors.CalibrationWarning, match="weights.*put back"):
         report = dynorm.distill_(net, images(), steps=12, lr=30.0, quiet=True)
     assert not report.kept
     assert report.loss_before is not None
@@ -639,9 +633,7 @@ def test_few_minutes_warn_time_little_and_warm_up(monkeypatch: pytest.MonkeyPatc
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             rates.append(kwargs["lr_scheduler"].get_last_lr()[0])
 
-    with pytest.warns(
-        dynorm.errors.CalibrationWarning, match=r"0\.25 minutes allow \d+ steps of distillation"
-    ):
+    with pytest.warns(dynorm.errors.CalibrationWarning, match=r"0\.25 minutes allow \d+ steps"):
         report = dynorm.distill_(
             net, images(), minutes=0.25, lr=1e-3, quiet=True, callbacks=[Watch()]
         )
@@ -823,7 +815,7 @@ def test_the_loss_is_reported_to_the_logger_that_is_named(monkeypatch: pytest.Mo
     report = distill_(net, images(), steps=6, lr=1e-3, quiet=True, report_to="tensorboard")
     assert logged == [loss for _, loss in report.losses]
     assert len(logged) == 6
-    with pytest.raises(dynorm.errors.ArgumentError, match=r"must be one of .*tensorboard"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"one of.*tensorboard"):
         distill_(net, images(), steps=6, quiet=True, report_to="tensorbord")
-    with pytest.raises(dynorm.errors.ArgumentError, match="'wandb' is not: install it"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"'wandb'.*install"):
         distill_(net, images(), steps=6, quiet=True, report_to=["tensorboard", "wandb"])

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeGuard
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dynorm.batches import call_hint, copied_tensors, example_arguments, site_tokens
@@ -28,7 +27,7 @@ from dynorm.find.recover import (
     recover,
 )
 from dynorm.find.tokens import named_tensors, plain_arithmetic
-from dynorm.guard import require_plain_model, undisturbed, writes_of
+from dynorm.guard import Function, FunctionMode, require_plain_model, undisturbed, writes_of
 from dynorm.site import UNIT_LENGTH, NormSite
 
 ANOTHER_TENSOR = "takes another tensor along: gated or adaptive"
@@ -208,25 +207,19 @@ class _CallStack:
         return self._calls[-1][1]
 
 
-class _NormFunctions(TorchFunctionMode):
+class _NormFunctions(FunctionMode):
     """Note which module's forward calls a norm as a function."""
 
     def __init__(self, running: _CallStack) -> None:
         super().__init__()
         self.running = running
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> Any:
+    def call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         seen = self.running.current()
         if func in _FUNCTIONS and seen is not None:
             package = "F" if func.__module__ == functional.__name__ else "torch"
             seen.functions.append(f"{package}.{func.__name__}")
-        return func(*args, **(kwargs or {}))
+        return super().call(func, args, kwargs)
 
 
 def observe(
@@ -234,8 +227,8 @@ def observe(
 ) -> tuple[list[Observation], list[Observation]]:
     """Run the model once and watch its modules; return all of them, and the called ones.
 
-    The called ones come in the order in which they returned. The model is left as it was. DataError
-    is raised if the model raises on this input. Layers of dynorm and parametrizations of weights,
+    The called ones come in the order in which they returned. DataError is raised if the model
+    raises on this input. The caller undoes all changes of the model. Layers of dynorm and parametrizations of weights,
     and the modules inside them, are left out.
     """
     left_out: set[int] = set()
@@ -260,9 +253,8 @@ def observe(
         if seen.calls:
             called.setdefault(id(module), seen)
 
-    args, kwargs = copied_tensors((args, kwargs))
     try:
-        with undisturbed(model, (args, kwargs)), _NormFunctions(running), ExitStack() as hooks:
+        with _NormFunctions(running), ExitStack() as hooks:
             for seen in observations.values():
                 hooks.enter_context(seen.module.register_forward_hook(hook, with_kwargs=True))
             for module in model.modules():
@@ -347,12 +339,21 @@ def find_norms(
         3 rmsnorm -1 (8,) 1e-06
     """
     require_plain_model(model)
-    args, kwargs = example_arguments(model, args, kwargs)
-    observations, called = observe(model, args, kwargs)
+    args, kwargs = copied_tensors(example_arguments(model, args, kwargs))
+    return norms_in(model, args, kwargs)
+
+
+def norms_in(
+    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> list[NormSite]:
+    """Find the norms of a plain model as :func:`find_norms` does; a run may write into the arguments."""
     search = _Search()
-    with plain_arithmetic(model):
-        for seen in called:
-            search.consider(seen)
+    with undisturbed(model, (args, kwargs)) as put_back:
+        observations, called = observe(model, args, kwargs)
+        put_back()
+        with plain_arithmetic():
+            for seen in called:
+                search.consider(seen)
     search.add_uncalled(observations)
     search.add_functions(observations)
     return [replace(site, order=order) for order, site in enumerate(search.sites.values())]

@@ -17,6 +17,7 @@ from dynorm.find.tokens import (
     plain_arithmetic,
     plain_copy,
 )
+from dynorm.guard import undisturbed
 from dynorm.site import NormSite
 from dynorm.theory import token_deviation, token_moment
 
@@ -459,7 +460,7 @@ def affine_of(
             break
     original = TokenFunction(module, site.input_shape, channel_axes(site), like.dtype, like.device)
     try:
-        with plain_arithmetic(module):
+        with undisturbed(module), plain_arithmetic():
             flat_weight, flat_bias = measured_affine(original, site.kind)
     except NotANormError as error:
         raise ModelError(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.guard import HOOK_TABLES, undisturbed
+from dynorm.guard import HOOK_TABLES
 
 
 class CannotProbeError(Exception):
@@ -19,10 +19,9 @@ class CannotProbeError(Exception):
 
 
 @contextmanager
-def plain_arithmetic(module: nn.Module) -> Iterator[None]:
-    """Leave the module undisturbed, without gradients, autocast or warnings about odd inputs."""
+def plain_arithmetic() -> Iterator[None]:
+    """Let a module compute without autocast, and without warnings about the odd inputs of a trial."""
     with (
-        undisturbed(module),
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
         warnings.catch_warnings(action="ignore"),

@@ -74,9 +74,10 @@ class Sums:
 class LeastSquares:
     """The best line from the function to the target, of each candidate beta and channel, all (candidates, C)."""
 
-    slope: Tensor
+    slope: Tensor  # with half of the shrinkage given back, unless the fit is careful
     offset: Tensor
-    residual: Tensor  # the mean squared error that is left
+    residual: Tensor  # the mean squared error of the best slope
+    error: Tensor  # the mean squared error of this slope
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Solution:
     beta: Tensor  # DyISRU's; the same for all channels of a layer that has one for all
     weight: Tensor  # the factor of the function
     bias: Tensor
-    residual: Tensor  # the mean squared error that is left
+    error: Tensor  # the mean squared error that is left
 
 
 class SiteFit:
@@ -227,15 +228,15 @@ class SiteFit:
             beta=self._betas[best],
             weight=lines.slope[best, channel],
             bias=lines.offset[best, channel],
-            residual=residual[best, channel],
+            error=lines.error[best, channel],
         )
 
     @property
     def error(self) -> float:
-        """Return the root of residual over spread of the target, at the last solution; NaN before there is one."""
+        """Return the root of the layer's squared error over the target's spread; NaN before there is a solution."""
         if self._solution is None:
             return math.nan
-        return math.sqrt(float(self._solution.residual.sum()) / self.spread)
+        return math.sqrt(float(self._solution.error.sum()) / self.spread)
 
     @property
     def spread(self) -> float:
@@ -375,7 +376,8 @@ class SiteFit:
         ff = self._sums.ff / self._weight_sum
         fy = self._sums.fy / self._weight_sum
         if self._weight is None:
-            return LeastSquares(torch.ones_like(f), torch.zeros_like(f), yy - 2 * fy + ff)
+            residual = yy - 2 * fy + ff
+            return LeastSquares(torch.ones_like(f), torch.zeros_like(f), residual, residual)
         if self._has_bias:
             mean_f = f + self._f0
             mean_y = y + self._y0
@@ -391,8 +393,9 @@ class SiteFit:
             var_y = yy
         # A function that is constant determines no slope: the norm's weight stays.
         varies = var_f > DEAD * (var_f + mean_f * mean_f)
-        slope = torch.where(varies, cov / var_f.clamp_min(_TINY), 0.0)
-        residual = (var_y - slope * cov).clamp_min(0)
+        best = torch.where(varies, cov / var_f.clamp_min(_TINY), 0.0)
+        residual = (var_y - best * cov).clamp_min(0)
+        slope = best
         if not self._careful:
             # Least squares shrank the slope by |correlation|.
             # A target that is 0 has no size to give back.
@@ -400,7 +403,8 @@ class SiteFit:
             correlation = (slope.abs() * ratio.sqrt()).clamp(1e-2, 1)
             slope = slope * correlation**-_GIVE_BACK
         slope = torch.where(varies, slope, self._weight)
-        return LeastSquares(slope, mean_y - slope * mean_f, residual)
+        error = residual + var_f.clamp_min(0) * (slope - best).square()
+        return LeastSquares(slope, mean_y - slope * mean_f, residual, error)
 
 
 class SiteChoice:

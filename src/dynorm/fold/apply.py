@@ -1,6 +1,6 @@
 """Put a plan into a model: all new values are known by then, and are written at once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,9 @@ from dynorm.replace.specs import LayerSpec
 from dynorm.replace.swap import swap_, take_over_
 from dynorm.stream.graph import double
 
+Modules = Mapping[SiteFold, nn.Module]
+"""The norms and point-wise layers of a model, by their records."""
+
 
 @contextmanager
 def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
@@ -27,12 +30,14 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
         tensors += [tensor for _, tensor, _ in fold.tensors]
     config: Any = getattr(model, "config", None)
     is_tied = hasattr(config, "to_dict") and config.__dict__.get("tie_word_embeddings") is True
+    # The plan knows the norms by their paths.
+    modules = {fold: model.get_submodule(fold.path) for fold in plan.folds}
     with unchanged_on_error(edited_parts(model), tensors):
-        _write_values_(plan)
-        _neutralize_(plan)
-        swap_(model, _replacements(plan))
+        _write_values_(plan, modules)
+        _neutralize_(modules)
         if is_tied and untied(model):
             _note_untied_(config)
+        swap_(model, _replacements(modules))
         yield
 
 
@@ -45,11 +50,12 @@ def _note_untied_(config: Any) -> None:
 
 
 @torch.no_grad()
-def _write_values_(plan: Plan) -> None:
+def _write_values_(plan: Plan, modules: Modules) -> None:
     """Write the new values of parameters, untied where owners differ, and add biases."""
     for part in plan.rescaled:
         for norm in part.norms:
             _divide_(norm, part.factor)
+            _forget_original_(modules[norm])
     new = plan.new
     write_values_(plan.slots, new.values)
     for slot, value in new.added.items():
@@ -63,25 +69,24 @@ def _divide_(norm: SiteFold, factor: Tensor) -> None:
     for _, tensor, offset in norm.tensors:
         effective = double(tensor).flatten() + offset
         tensor.copy_((effective / factor - offset).view(tensor.shape))
-    _forget_original_(norm.module)
 
 
 @torch.no_grad()
-def _neutralize_(plan: Plan) -> None:
+def _neutralize_(modules: Modules) -> None:
     """Make the folded parts of all norms and layers neutral.
 
     That includes modules that will be replaced: the model may also call them through a list.
     """
-    for fold in plan.folds:
-        if isinstance(fold.module, PointwiseNorm):
+    for fold, module in modules.items():
+        if isinstance(module, PointwiseNorm):
             if fold.is_absorbed or fold.through:
-                _strip_(fold.module, fold)
+                _strip_(module, fold)
         elif fold.is_absorbed:
             for name, tensor, offset in fold.tensors:
                 tensor.fill_((1.0 if name == "weight" else 0.0) - offset)
         if fold.center_into is not None and not fold.through:
-            fold.module._parameters["center"] = None
-            _forget_original_(fold.module)
+            module._parameters["center"] = None
+            _forget_original_(module)
 
 
 def _strip_(layer: PointwiseNorm, fold: SiteFold) -> None:
@@ -123,14 +128,14 @@ def _forget_original_(module: nn.Module) -> None:
     module.__dict__.pop("replaced", None)
 
 
-def _replacements(plan: Plan) -> dict[nn.Module, nn.Module]:
+def _replacements(modules: Modules) -> dict[nn.Module, nn.Module]:
     """Return the layers to put in the place of norms."""
     layers: dict[nn.Module, nn.Module] = {}
-    for fold in plan.folds:
+    for fold, module in modules.items():
         if fold.becomes_rms or fold.is_gone:
             layer = identity() if fold.is_gone else _rms_for(fold)
-            take_over_(layer, fold.module, None)
-            layers[fold.module] = layer
+            take_over_(layer, module, None)
+            layers[module] = layer
     return layers
 
 

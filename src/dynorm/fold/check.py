@@ -3,17 +3,16 @@
 import copy
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from dynorm.batches import Inputs
 from dynorm.errors import DataError, DynormError, ModelError
-from dynorm.guard import undisturbed
+from dynorm.guard import Function, FunctionMode, undisturbed
 from dynorm.stream.tensors import copied, held_tensors, mapped, tensors_in
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -26,21 +25,15 @@ _NOISE_OF_ONE = 4.0
 _LARGEST_NOISE = 0.1
 
 
-class Wide(TorchFunctionMode):
+class Wide(FunctionMode):
     """Widen a float64 model's own casts to float32, as in norms and softmax, to float64."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> Any:
+    def call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a call in which float64 takes the place of float32."""
         if func is Tensor.float:
             func = Tensor.double
-        args = tuple(map(_widened, args))
-        kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
-        return func(*args, **kwargs)
+        kwargs = {name: _widened(value) for name, value in kwargs.items()}
+        return super().call(func, tuple(map(_widened, args)), kwargs)
 
 
 def _widened(value: object) -> object:

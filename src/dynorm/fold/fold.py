@@ -1,30 +1,26 @@
 """``fold_``: exact algebra on a model's own graph."""
 
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from dynorm.arguments import check_not_negative
-from dynorm.batches import Inputs, example_arguments
+from dynorm.batches import example_arguments
 from dynorm.errors import DynormError, ModelError
-from dynorm.find.probe import find_norms
 from dynorm.fold.apply import applied
 from dynorm.fold.check import Check, run
 from dynorm.fold.plan import Options, planned
 from dynorm.fold.redundant import mean_squares
-from dynorm.fold.refusals import refused, require_model
+from dynorm.fold.refusals import require_model
 from dynorm.fold.report import FoldReport
 from dynorm.fold.rows import row_of
-from dynorm.fold.site import SiteFold, site_fold
+from dynorm.fold.site import site_folds
 from dynorm.guard import undisturbed
-from dynorm.layers import PointwiseNorm
 from dynorm.replace.convert import Globs
 from dynorm.replace.edits import added_biases, is_changed, untied
 from dynorm.replace.weights import changed_weights, renew_weights_
-from dynorm.site import NormSite, select_sites
-from dynorm.stream.capture import capture
+from dynorm.stream.survey import survey
 from dynorm.stream.tensors import copied
 
 
@@ -125,15 +121,18 @@ def fold_(
     options = Options(affine, center, constants, redundant, add_bias, in_place)
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
-    with undisturbed(model, attributes=True):
-        sites = _find_sites(model, copied(example), only, skip)
-    squares = mean_squares(model, sites, example) if redundant and affine else None
-    # A norm that cannot be folded is traced as it is.
-    norms = {index: site.module for index, site in enumerate(sites) if site.refused is None}
-    # The trace must not start from tensors that the first run kept on a module.
-    with undisturbed(model, attributes=True):
-        graph = capture(model, norms, example, untie)
-    plan = planned(graph, sites, options, squares)
+    squares = None
+    with undisturbed(model, example, attributes=True) as put_back:
+        sites = site_folds(model, copied(example), only, skip)
+        if redundant and affine:
+            put_back()
+            squares = mean_squares(model, sites, copied(example))
+        # The trace must not start from tensors that a run kept on a module.
+        put_back()
+        # A norm that cannot be folded is traced as it is.
+        norms = {index: fold.site for index, fold in enumerate(sites) if fold.refused is None}
+        graph, around = survey(model, norms, example, untie)
+    plan = planned(graph.slots, around, sites, options, squares)
     checked: dict[str, Any] = {}
     if plan.changes_anything:
         was_changed = bool(changed_weights(model))
@@ -142,10 +141,10 @@ def fold_(
             if before is not None and tolerance is None and plan.is_inexact:
                 before.tolerance = max(before.tolerance, redundant)
             with applied(model, plan):
-                if before is None:
-                    run(model, example)
-                else:
+                if before is not None:
                     checked = before.require_same(model)
+                else:
+                    run(model, example)
             if not was_changed:
                 renew_weights_(model)
         except DynormError:
@@ -164,32 +163,3 @@ def fold_(
         loads_with="dynorm" if is_changed(model) else "stock",
         **checked,
     )
-
-
-def _find_sites(
-    model: nn.Module,
-    example: Inputs,
-    only: Globs,
-    skip: Globs,
-) -> list[SiteFold]:
-    """Return the records of all norms, in call order, and then of all point-wise layers."""
-    args, kwargs = example
-    sites = find_norms(model, *args, **kwargs)
-    for path, layer in model.named_modules():
-        if path and isinstance(layer, PointwiseNorm):
-            kind = type(layer).__name__.lower()
-            site = NormSite(path, (), kind, layer.dim, layer.normalized_shape)
-            site = replace(site, weight_name="weight", bias_name="bias")
-            sites.append(replace(site, weight_offset=layer.weight_offset))
-    if not sites:
-        raise ModelError(
-            "the model must have norms or point-wise layers, but none was found: nothing can be "
-            "folded"
-        )
-    chosen = {site.path for site in select_sites(sites, only, skip)}
-    folds = []
-    for site in sites:
-        module = model.get_submodule(site.path)
-        reason = site.refused or refused(site, module)
-        folds.append(site_fold(site, module, site.path in chosen, reason))
-    return folds

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 from dynorm.fold.redundant import MeanSquares, fold_redundant
 from dynorm.fold.rewrites import fold_affine, fold_centers, fold_means
-from dynorm.fold.site import SiteFold, keeps_dtype
+from dynorm.fold.site import SiteFold
 from dynorm.fold.through import RescaledStream, fold_through
 from dynorm.fold.values import NewValues, new_values
 from dynorm.stream.feeds import bias_before
-from dynorm.stream.graph import Graph, Slot
+from dynorm.stream.graph import Slot
 from dynorm.stream.operators import RefusedError
-from dynorm.stream.survey import survey
+from dynorm.stream.survey import Surroundings
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,26 @@ class Plan:
 
 
 def planned(
-    graph: Graph, sites: Sequence[SiteFold], options: Options, squares: MeanSquares | None
+    slots: Sequence[Slot],
+    around: Mapping[int, Surroundings],
+    sites: Sequence[SiteFold],
+    options: Options,
+    squares: MeanSquares | None,
 ) -> Plan:
     """Decide where every part of every norm goes, or why it stays.
 
-    ``squares`` are needed for redundant norms only.
+    ``slots`` are all parameters of the model, and ``around`` are the surroundings of the sites that
+    are called. ``squares`` are needed for redundant norms only.
     """
-    dims = {index: fold.dim for index, fold in enumerate(sites) if fold.refused is None}
-    for index, around in survey(graph, dims).items():
+    for index, surroundings in around.items():
         fold = sites[index]
-        fold.around = around
-        fold.shared = _shared(fold, graph)
+        fold.around = surroundings
         if fold.is_pointwise:
             try:
-                fold.bias_before = bias_before(around.calls, fold.dim, options.add_bias)
+                fold.bias_before = bias_before(fold.calls, fold.dim, options.add_bias)
             except RefusedError as refusal:
                 fold.no_bias_before = str(refusal)
+        fold.shared = _shared(fold, slots)
     folds, rescaled = _affine_plan(sites, options)
     if options.center:
         fold_means(folds)
@@ -70,7 +74,7 @@ def planned(
         fold_centers(folds)
     if squares is not None:
         fold_redundant(folds, squares, options.redundant)
-    return Plan(graph.slots, folds, rescaled, new_values(folds, rescaled))
+    return Plan(slots, folds, rescaled, new_values(folds, rescaled))
 
 
 def _affine_plan(
@@ -107,7 +111,7 @@ def _as_lines(
     """Return a copy of each site, as a line if it is a linear layer that may go as a whole."""
     folds = []
     for index, fold in enumerate(sites):
-        if fold.line is None or not keeps_dtype(fold):
+        if fold.line is None or not fold.keeps_dtype:
             folds.append(replace(fold))
         elif index in stays:
             folds.append(replace(fold, left_because=stays[index]))
@@ -117,13 +121,13 @@ def _as_lines(
     return folds
 
 
-def _shared(fold: SiteFold, graph: Graph) -> str | None:
+def _shared(fold: SiteFold, slots: Sequence[Slot]) -> str | None:
     """Return why a norm's weight and bias cannot change; None if they are saved, and only the norm uses them."""
     for _, tensor, _ in fold.tensors:
-        slots = [slot for slot in graph.slots if slot.tensor is tensor]
-        slot = slots[0]
+        held = [slot for slot in slots if slot.tensor is tensor]
+        slot = held[0]
         if not slot.is_saved:
             return f"{slot.name} is not saved with the model: it would come back when it is loaded"
-        if len(slots) > 1 or len(slot.owners) > 1 or slot.leaves or slot.is_shared:
+        if len(held) > 1 or len(slot.owners) > 1 or slot.leaves or slot.is_shared:
             return f"{slot.name} is used elsewhere too"
     return None

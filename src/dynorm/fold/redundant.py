@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from dynorm.batches import Inputs, site_tokens
-from dynorm.fold.check import run
 from dynorm.fold.report import FOLDED, REFUSED, Rewrite
 from dynorm.fold.site import NORMS, SiteFold
 from dynorm.guard import hooked
@@ -25,8 +24,8 @@ from dynorm.stream.operators import RefusedError
 # Each token's outputs are made of its own channels, which come last.
 _PRODUCTS = ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")
 
-MeanSquares = Mapping[nn.Module, list[float]]
-"""The mean squares of the tokens that each norm takes, of a LayerNorm about their means."""
+MeanSquares = Mapping[str, list[float]]
+"""By a norm's path, the mean squares of the tokens that it takes; of a LayerNorm about their means."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,10 @@ def _require_not_in_a_row(
 
 def _change(fold: SiteFold, follower: SiteFold, squares: MeanSquares) -> float:
     """Return the largest relative change of a follower's outputs without the norm."""
-    smallest = min(squares[follower.module])
+    smallest = min(squares[follower.path])
     eps = follower.site.eps
     largest_change = 0.0
-    for square in (min(squares[fold.module]), max(squares[fold.module])):
+    for square in (min(squares[fold.path]), max(squares[fold.path])):
         s2 = square + fold.site.eps
         ratio = math.sqrt((smallest + eps) / (smallest + eps / s2))
         largest_change = max(largest_change, abs(ratio - 1))
@@ -157,26 +156,31 @@ def _require_product(fold: SiteFold, user: Node, value: Node) -> None:
 
 
 def mean_squares(model: nn.Module, folds: Sequence[SiteFold], example: Inputs) -> MeanSquares:
-    """Run the model, and return the mean squares of the tokens that norms take, without zeros."""
+    """Run the model, and return the mean squares of the tokens that norms take, without zeros.
+
+    The caller undoes all changes of the model, and passes a copy of the example.
+    """
     sites = {}
-    squares: dict[nn.Module, list[float]] = {}
+    squares: dict[str, list[float]] = {}
     for fold in folds:
         if fold.refused is None and fold.site.kind in NORMS:
-            sites[fold.module] = fold.site
-            squares[fold.module] = []
+            sites[model.get_submodule(fold.path)] = fold.site
+            squares[fold.path] = []
 
     def measure(
         module: nn.Module,
         args: tuple[Tensor, ...],
         _: object,
     ) -> None:
-        tokens = site_tokens(sites[module], args[0].detach().double(), [])
-        if sites[module].kind == "layernorm":
+        site = sites[module]
+        tokens = site_tokens(site, args[0].detach().double(), [])
+        if site.kind == "layernorm":
             of_tokens = tokens.var(-1, correction=0)
         else:
             of_tokens = tokens.square().mean(-1)
-        squares[module] += of_tokens[of_tokens > 0].tolist()
+        squares[site.path] += of_tokens[of_tokens > 0].tolist()
 
+    args, kwargs = example
     with hooked(sites, measure):
-        run(model, example)
-    return {module: values or [1.0] for module, values in squares.items()}
+        model(*args, **kwargs)
+    return {path: values or [1.0] for path, values in squares.items()}

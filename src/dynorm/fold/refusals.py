@@ -1,6 +1,5 @@
-"""Where a fold is refused: for a model, for a site, for the weights that would take it over."""
+"""Where a fold is refused: for a model, for the weights that would take a norm's over."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -9,8 +8,6 @@ from torch import Tensor, nn
 from dynorm.errors import ModelError
 from dynorm.fold.site import SiteFold
 from dynorm.guard import require_plain_model
-from dynorm.layers import AnnealedNorm
-from dynorm.site import NormSite
 from dynorm.stream.graph import Leaf
 from dynorm.stream.operators import Read, RefusedError, require_new_bias
 from dynorm.stream.readers import shared_readers
@@ -47,25 +44,6 @@ def require_model(model: nn.Module) -> None:
 
 def _not_plain(what: str) -> ModelError:
     return ModelError(f"the model's weights must be plain numbers, but {what}")
-
-
-def refused(site: NormSite, module: nn.Module) -> str | None:
-    """Return why nothing of a norm can be folded, whatever its neighbours are, or None."""
-    if isinstance(module, AnnealedNorm):
-        return "on its way from a norm to a point-wise function: call dynorm.finalize_(model) first"
-    if not site.path:
-        return "the model is the norm itself: nothing reads it"
-    if not isinstance(site.dim, int):
-        return f"it normalizes several axes together, {site.dim}"
-    if math.prod(site.normalized_shape) < 2:
-        return "it has a single channel"
-    if site.has_weight and site.weight_name is None:
-        return "no tensor of it holds its weight"
-    if site.has_bias and site.bias_name is None:
-        return "no tensor of it holds its bias"
-    if "forward" in module.__dict__:
-        return "an instance attribute replaces its forward"
-    return None
 
 
 def require_readers(fold: SiteFold, uses: Uses, add_bias: bool) -> None:

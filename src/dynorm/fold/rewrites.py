@@ -9,8 +9,6 @@ import torch
 
 from dynorm.fold.refusals import Uses, require_readers
 from dynorm.fold.site import SiteFold
-from dynorm.layers import PointwiseNorm
-from dynorm.stream.graph import double
 from dynorm.stream.operators import RefusedError
 from dynorm.stream.stream import Stream
 
@@ -139,13 +137,8 @@ def _require_no_mean(folds: Sequence[SiteFold], stream: Stream) -> None:
 def fold_centers(folds: Sequence[SiteFold]) -> None:
     """Decide for each learned centre of a point-wise layer whether a bias before can take it."""
     for fold in folds:
-        layer = fold.module
-        if not isinstance(layer, PointwiseNorm) or layer.center is None or fold.goes:
+        if fold.center is None or fold.goes or not fold.chosen or not fold.calls:
             continue
-        if not fold.chosen or not fold.calls:
-            continue
-        center = double(layer.center)
-        fold.center = center.expand(fold.site.normalized_shape)
         fold.center_into = fold.bias_before
         if fold.center_into is None:
             fold.center_kept = fold.no_bias_before

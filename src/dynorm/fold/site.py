@@ -1,20 +1,28 @@
 """One norm or point-wise layer of a fold: its formula, and where each part of it goes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from warnings import catch_warnings
+import math
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from dynorm.batches import Inputs
+from dynorm.errors import ModelError
+from dynorm.find.probe import norms_in
 from dynorm.find.recover import core
-from dynorm.find.tokens import CannotProbeError, TokenFunction, named_tensors, plain_copy
+from dynorm.find.tokens import (
+    CannotProbeError,
+    TokenFunction,
+    named_tensors,
+    plain_arithmetic,
+    plain_copy,
+)
 from dynorm.fold.check import Wide, relative_error
 from dynorm.fold.report import FOLDED, OFF, Rewrite
-from dynorm.layers import LinearControl, PointwiseNorm
-from dynorm.site import NormSite
+from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
+from dynorm.replace.convert import Globs
+from dynorm.site import NormSite, select_sites
 from dynorm.stream.graph import double
 from dynorm.stream.operators import Read, Write
 from dynorm.stream.stream import Stream
@@ -22,20 +30,21 @@ from dynorm.stream.survey import Surroundings
 
 NORMS = ("layernorm", "rmsnorm")
 _EXACT = 1e-11
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Small tokens show whether eps is added to the variance, and where.
 _SCALES = (1e-3, 1.0, 1e3)
 
 
 @dataclass(eq=False)
 class SiteFold:
-    """One norm or point-wise layer, and the fold there.
+    """One norm or point-wise layer as plain values, and the fold there; the model is not needed.
 
     It computes ``weight * scale * core(x - centre) + bias``. A linear layer that goes as a whole is
     a line: ``weight * x + bias``.
     """
 
     site: NormSite
-    module: nn.Module
+    is_pointwise: bool  # it is a layer of dynorm and not a norm
     chosen: bool  # the caller wants it folded
     refused: str | None  # why nothing of it can be folded
     weight: Tensor | None = None  # in float64; None for 1
@@ -44,6 +53,7 @@ class SiteFold:
     # "weight" and "bias" with the tensor, and the number that the norm adds to it.
     tensors: list[tuple[str, Tensor, float]] = field(default_factory=list)
     line: tuple[Tensor, Tensor | None] | None = None  # a linear layer's weight and bias of x
+    kept_dtypes: frozenset[torch.dtype] = frozenset()  # inputs of these come out as they came
     is_exact: bool = False  # it is its neutral form times weight plus bias, to the last digits
     is_exact_rms: bool = False  # of inputs without a mean it is the RMSNorm, to the last digits
 
@@ -63,7 +73,7 @@ class SiteFold:
     streams: list[Stream] = field(default_factory=list)
     mean_kept: str | None = None  # why the mean stays
 
-    # The learned centre of a point-wise layer, into a bias or a table before it.
+    # The learned centre of a point-wise layer, in float64, into a bias or a table before it.
     center: Tensor | None = None
     center_into: Write | None = None
     center_kept: str | None = None  # why the centre stays
@@ -100,9 +110,13 @@ class SiteFold:
         return self.around.calls
 
     @property
-    def is_pointwise(self) -> bool:
-        """Return whether it is a layer of dynorm and not a norm."""
-        return isinstance(self.module, PointwiseNorm)
+    def keeps_dtype(self) -> bool:
+        """Return whether every call of a point-wise layer returns the dtype of its input.
+
+        It must do so by its rule and not only in the present dtype of the model.
+        """
+        dtypes = {call.all_input_nodes[0].meta["val"].dtype for call in self.calls}
+        return dtypes <= self.kept_dtypes
 
     @property
     def is_absorbed(self) -> bool:
@@ -127,15 +141,42 @@ class SiteFold:
         return is_moved or self.becomes_rms or self.is_gone
 
 
-def site_fold(
-    site: NormSite,
-    module: nn.Module,
-    chosen: bool,
-    refused: str | None,
-) -> SiteFold:
+def site_folds(
+    model: nn.Module,
+    example: Inputs,
+    only: Globs,
+    skip: Globs,
+) -> list[SiteFold]:
+    """Return the records of all norms, in call order, and then of all point-wise layers.
+
+    The caller undoes all changes of the model.
+    """
+    args, kwargs = example
+    sites = norms_in(model, args, kwargs)
+    for path, layer in model.named_modules():
+        if path and isinstance(layer, PointwiseNorm):
+            kind = type(layer).__name__.lower()
+            site = NormSite(path, (), kind, layer.dim, layer.normalized_shape)
+            site = replace(site, weight_name="weight", bias_name="bias")
+            sites.append(replace(site, weight_offset=layer.weight_offset))
+    if not sites:
+        raise ModelError(
+            "the model must have norms or point-wise layers, but none was found: nothing can be "
+            "folded"
+        )
+    chosen = {site.path for site in select_sites(sites, only, skip)}
+    folds = []
+    for site in sites:
+        module = model.get_submodule(site.path)
+        folds.append(_site_fold(site, module, site.path in chosen))
+    return folds
+
+
+def _site_fold(site: NormSite, module: nn.Module, chosen: bool) -> SiteFold:
     """Return the record of a norm or layer, its weight and bias read and its formula tested."""
-    fold = SiteFold(site, module, chosen, refused)
-    if refused is not None:
+    reason = site.refused or _refusal(site, module)
+    fold = SiteFold(site, isinstance(module, PointwiseNorm), chosen, reason)
+    if reason is not None:
         return fold
     fold.tensors = _tensors(site, module)
     values = {}
@@ -145,11 +186,34 @@ def site_fold(
     fold.bias = values.get("bias")
     if isinstance(module, PointwiseNorm):
         fold.scale = module.scale
-        fold.line = _line(fold)
+        if module.center is not None:
+            fold.center = double(module.center).expand(site.normalized_shape)
+        if type(module) is LinearControl and not module.witness_channels and chosen:
+            fold.line = _line(fold, module.log_beta)
+        fold.kept_dtypes = _kept_dtypes(module)
     else:
-        fold.is_exact = is_exact(fold)
-        fold.is_exact_rms = site.kind == "layernorm" and is_exact(fold, as_rms=True)
+        fold.is_exact = is_exact(fold, module)
+        fold.is_exact_rms = site.kind == "layernorm" and is_exact(fold, module, as_rms=True)
     return fold
+
+
+def _refusal(site: NormSite, module: nn.Module) -> str | None:
+    """Return why nothing of a norm can be folded, whatever its neighbours are, or None."""
+    if isinstance(module, AnnealedNorm):
+        return "on its way from a norm to a point-wise function: call dynorm.finalize_(model) first"
+    if not site.path:
+        return "the model is the norm itself: nothing reads it"
+    if not isinstance(site.dim, int):
+        return f"it normalizes several axes together, {site.dim}"
+    if math.prod(site.normalized_shape) < 2:
+        return "it has a single channel"
+    if site.has_weight and site.weight_name is None:
+        return "no tensor of it holds its weight"
+    if site.has_bias and site.bias_name is None:
+        return "no tensor of it holds its bias"
+    if "forward" in module.__dict__:
+        return "an instance attribute replaces its forward"
+    return None
 
 
 def _tensors(
@@ -166,37 +230,26 @@ def _tensors(
     return held
 
 
-def _line(fold: SiteFold) -> tuple[Tensor, Tensor | None] | None:
-    """Return a linear layer as weight and bias of its input; None for a layer that is not one."""
-    layer = fold.module
-    if type(layer) is not LinearControl or layer.witness_channels:
-        return None
-    if not fold.chosen:
-        return None
-    log_slope = -0.5 * double(layer.log_beta)
+def _line(fold: SiteFold, log_beta: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a linear layer as weight and bias of its input."""
+    log_slope = -0.5 * double(log_beta)
     slope = (fold.scale * log_slope.exp()).expand(fold.site.normalized_shape)
     weight = slope if fold.weight is None else slope * fold.weight
     bias = fold.bias
-    if layer.center is not None:
-        moved = weight * double(layer.center)
+    if fold.center is not None:
+        moved = weight * fold.center
         bias = -moved if bias is None else bias - moved
     return weight, bias
 
 
-def keeps_dtype(fold: SiteFold) -> bool:
-    """Return whether each call of a point-wise layer returns the dtype that it was given."""
-    layer = fold.module
-    assert isinstance(layer, PointwiseNorm)
-    if layer.output_dtype is None:
-        return True
-    for call in fold.calls:
-        input_dtype = call.all_input_nodes[0].meta["val"].dtype
-        if layer.returned_dtype(input_dtype) != input_dtype:
-            return False
-    return layer.output_dtype.follows_model
+def _kept_dtypes(layer: PointwiseNorm) -> frozenset[torch.dtype]:
+    """Return the dtypes of inputs that a layer returns, if it would also do so in another dtype."""
+    if layer.output_dtype is not None and not layer.output_dtype.follows_model:
+        return frozenset()
+    return frozenset(dtype for dtype in _DTYPES if layer.returned_dtype(dtype) == dtype)
 
 
-def is_exact(fold: SiteFold, *, as_rms: bool = False) -> bool:
+def is_exact(fold: SiteFold, module: nn.Module, *, as_rms: bool = False) -> bool:
     """Return whether a norm is a neutral norm times weight plus bias, to the last digits.
 
     The neutral norm is a copy with weight 1 and bias 0. With ``as_rms`` it is the formula of the
@@ -207,14 +260,15 @@ def is_exact(fold: SiteFold, *, as_rms: bool = False) -> bool:
     sizes = [2] * rank
     sizes[axis] = fold.site.normalized_shape[0]
     device = torch.device("cpu")
-    for tensor in named_tensors(fold.module).values():
+    for tensor in named_tensors(module).values():
         device = tensor.device
         break
     copies = []
     try:
-        with _float64_arithmetic():
+        # In float64 only.
+        with Wide(), plain_arithmetic():
             for _ in range(2):
-                copied = plain_copy(fold.module, torch.float64)
+                copied = plain_copy(module, torch.float64)
                 copies.append(TokenFunction(copied, tuple(sizes), (axis,), torch.float64, device))
             norm, neutral = copies
             for name, tensor, offset in _tensors(fold.site, neutral.module):
@@ -236,15 +290,3 @@ def is_exact(fold: SiteFold, *, as_rms: bool = False) -> bool:
     except (CannotProbeError, RuntimeError, TypeError):
         return False
     return True
-
-
-@contextmanager
-def _float64_arithmetic() -> Iterator[None]:
-    """Let a norm compute in float64 only, and without warnings about the odd inputs of a trial."""
-    with (
-        Wide(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-        catch_warnings(action="ignore"),
-    ):
-        yield

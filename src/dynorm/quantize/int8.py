@@ -1,18 +1,17 @@
 """Static int8 of torchao for linear layers, with scales from the point-wise layers they read."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dynorm.batches import copied_tensors, example_arguments
 from dynorm.errors import ArgumentError, ModelError, require_library
-from dynorm.guard import require_plain_model
+from dynorm.guard import Function, FunctionMode, require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.quantize.bounds import Range, output_range, static_scale
 from dynorm.replace.converted import require_layers
@@ -174,7 +173,7 @@ class _Inputs:
         return None
 
 
-class _Watch(TorchFunctionMode):
+class _Watch(FunctionMode):
     """Record which linear layers and other operators read the tensors that point-wise layers return."""
 
     def __init__(
@@ -220,20 +219,14 @@ class _Watch(TorchFunctionMode):
     def leaves(self, linear: nn.Module, args: object, output: Tensor) -> None:
         self.entered = None
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> Any:
+    def call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         read = args
         # The input of a linear layer has been recorded by its hook.
         if args and args[0] is self.entered:
             read = args[1:]
         if getattr(func, "__name__", "") not in _HARMLESS:
             self.read_elsewhere |= self.sources((read, kwargs))
-        return func(*args, **(kwargs or {}))
+        return super().call(func, args, kwargs)
 
 
 @dataclass(frozen=True)

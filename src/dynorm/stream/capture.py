@@ -5,7 +5,7 @@ import logging
 import operator
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from dynorm.batches import Inputs
 from dynorm.errors import DynormError, ModelError
+from dynorm.site import NormSite
 from dynorm.stream.graph import Graph, Owner, Slot, leaves, packet
 from dynorm.stream.tensors import held_tensors, mapped, tensors_in
 
@@ -39,21 +40,20 @@ def _(x: Tensor, index: int) -> Tensor:
     return torch.empty_like(x)
 
 
-def capture(
-    model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, untie: bool
-) -> Graph:
+def capture(model: nn.Module, norms: Mapping[int, NormSite], example: Inputs, untie: bool) -> Graph:
     """Trace one call of a model and return its graph; the caller undoes all changes of the model.
 
     That is, call it inside ``undisturbed(model, attributes=True)``. Sizes are those of the example,
-    and code that the example does not run is not in the graph. Each of the ``norms`` becomes one
-    node, ``norm_call(x, index)``. With ``untie``, each owner of a tied parameter may get a tensor
+    and code that the example does not run is not in the graph. Each of the ``norms``, by index,
+    becomes one node, ``norm_call(x, index)``. With ``untie``, each owner of a tied parameter may get a tensor
     that it does not share.
     """
     owners = _owners(model)
     overlapping = _overlapping(model)
     separable = {tensor: held for tensor, held in owners.items() if tensor not in overlapping}
     _show_owners_(separable)
-    _hide_norms_(norms)
+    hidden = {index: model.get_submodule(site.path) for index, site in norms.items()}
+    _hide_norms_(hidden)
     try:
         with _silent():
             program = _exported(_Flat(model, example))
@@ -67,7 +67,7 @@ def capture(
     for tensor, holders in owners.items():
         nodes = {owner: _nodes_of(owner, placeholders) for owner in holders}
         slots += _slots(tensor, nodes, tensor in overlapping, untie)
-    _fix_parts_of(norms, slots)
+    _fix_parts_of(hidden.values(), slots)
     return Graph(program.graph.nodes, slots)
 
 
@@ -195,10 +195,10 @@ def _slots(
     return [slot]
 
 
-def _fix_parts_of(norms: Mapping[int, nn.Module], slots: Sequence[Slot]) -> None:
+def _fix_parts_of(norms: Iterable[nn.Module], slots: Sequence[Slot]) -> None:
     """Note that a norm's tensors must not change: an opaque norm does not show how it uses them."""
     inside: set[nn.Module] = set()
-    for norm in norms.values():
+    for norm in norms:
         inside |= set(norm.modules())
     for slot in slots:
         for owner in slot.owners:
