@@ -150,7 +150,9 @@ def test_reduction_compiles(dtype: str) -> None:
         **pointers(dtype, partial=True, sums=True),
         chunks=ANY,
         channels=ANY,
-        PRESENT=0b11101,
+        WITH_SHIFT=False,
+        WITH_CENTER=True,
+        WITH_WEIGHT=True,
         BLOCK_CHUNKS=32,
         BLOCK_CHANNELS=64,
     )

@@ -189,17 +189,14 @@ def backward(
         if partial_sums is None:
             return grad_x, None
         sums = torch.empty(kinds, channels, dtype=dtype, device=x.device)
-        # Constant and bias, the first and the last kind, are always summed.
-        present = 0b10001
-        for kind, tensor in enumerate(inputs[1:4], start=1):
-            if tensor is not None:
-                present |= 1 << kind
         reduce_kernel[(ceil_divide(channels, 64), 5)](
             partial_sums,
             sums,
             chunks,
             channels,
-            PRESENT=present,
+            WITH_SHIFT=inputs.shift is not None,
+            WITH_CENTER=inputs.center is not None,
+            WITH_WEIGHT=inputs.weight is not None,
             BLOCK_CHUNKS=32,
             BLOCK_CHANNELS=64,
             num_warps=4,

@@ -327,19 +327,26 @@ def reduce_kernel(
     sums_ptr,
     chunks,
     channels,
-    PRESENT: tl.constexpr,
+    WITH_SHIFT: tl.constexpr,
+    WITH_CENTER: tl.constexpr,
+    WITH_WEIGHT: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """Add up one kind of partial sums, always in the same order; a kind without parameter is 0.
-
-    ``PRESENT`` has a bit for each kind that has a parameter.
-    """
+    """Add up one kind of partial sums, always in the same order; a kind without parameter is 0."""
     kind = tl.program_id(1)
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     valid = channel < channels
     total = tl.zeros([BLOCK_CHUNKS, BLOCK_CHANNELS], sums_ptr.dtype.element_ty)
-    if ((PRESENT >> kind) & 1) == 1:
+    # Constant and bias are always summed.
+    present = (
+        (kind == 0)
+        | ((kind == 1) & WITH_SHIFT)
+        | ((kind == 2) & WITH_CENTER)
+        | ((kind == 3) & WITH_WEIGHT)
+        | (kind == 4)
+    )
+    if present:
         for first in range(0, chunks, BLOCK_CHUNKS):
             chunk = (first + tl.arange(0, BLOCK_CHUNKS)[:, None]).to(tl.int64)
             source = partial_ptr + (chunk * 5 + kind) * channels + channel[None, :]

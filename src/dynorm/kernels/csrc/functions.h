@@ -7,7 +7,7 @@
 // Coefficients: tools/kernel_coefficients.py. NaN stays NaN: every comparison with it is false.
 //
 // Where a function is `kRooted`, `constant` of its vectors is constant + u^2, which the caller has, because one look at
-// several of them shows whether any u has to be clamped; brief is its value for results of 16 bits.
+// several of them tells whether any u has to be clamped; brief is its value for results of 16 bits.
 
 struct Derived {
   V left, right, sloped, arm;

@@ -299,8 +299,8 @@ template <int F, class T, int kLayout>
 void fill_rows(Kernels& table, Dtype dtype) {
   table.forward[F][dtype][kLayout] = forward<F, T, kLayout>;
   table.backward_rows[F][dtype][kLayout] = backward_rows<F, T, kLayout>;
-  table.forward[F][dtype][kLayout + kEnergy] = forward_witnesses<F, T, kLayout>;
-  table.backward_rows[F][dtype][kLayout + kEnergy] = backward_witnesses<F, T, kLayout>;
+  table.forward[F][dtype][kLayout + kTold] = forward_told<F, T, kLayout>;
+  table.backward_rows[F][dtype][kLayout + kTold] = backward_told<F, T, kLayout>;
 }
 
 template <int F, class T>

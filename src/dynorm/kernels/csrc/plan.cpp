@@ -169,20 +169,20 @@ struct Plan {
   }
 
   Number constant_of(std::int64_t c) const { return at[kAtConstant][constants_differ ? c : 0]; }
-  bool energy() const { return problem.witnesses > 0; }
+  bool told() const { return problem.witnesses > 0; }
 
   int layout() const {
     if (!mixed) return kRun;
     const int of_constants =
         constants_differ ? kRows : problem.parameters[kCenter].data == nullptr ? kRowsPlain : kRowsOneConstant;
-    return energy() ? of_constants + kEnergy : of_constants;
+    return told() ? of_constants + kTold : of_constants;
   }
 
   // A period's worth of each parameter.
   Period rows() {
     if (period == problem.channels) {
       Period whole = as_period(at);
-      if (energy()) whole.witnesses = &witnesses;
+      if (told()) whole.witnesses = &witnesses;
       return whole;
     }
     static thread_local Buffer<Number> buffer;
@@ -257,7 +257,7 @@ void forward_as(const Kernels& kernels, const Problem& problem, void* y) {
 // gradients are that all channels share; else an array.
 enum Kept { kNothing, kWeighted, kWhole };
 struct Wanted {
-  Kept kept[kEnergySums] = {};
+  Kept kept[kToldSums] = {};
   int arrays = 0;
   bool gains = false;  // those of the witnesses
 
@@ -268,14 +268,14 @@ struct Wanted {
     arrays += kept[sum] == kWhole;
   }
   bool any() const {
-    return gains || std::any_of(kept, kept + kEnergySums, [](Kept k) { return k != kNothing; });
+    return gains || std::any_of(kept, kept + kToldSums, [](Kept k) { return k != kNothing; });
   }
 };
 
 // Sums over all of x: of each channel, and over the channels with their gains.
 struct Totals {
-  std::vector<double> whole[kEnergySums];
-  double weighted[kEnergySums] = {}, gains[kMostWitnesses] = {};
+  std::vector<double> whole[kToldSums];
+  double weighted[kToldSums] = {}, gains[kMostWitnesses] = {};
 };
 
 // One call's backward pass over rows. A chunk of rows leaves few numbers, for one thread adds those of all chunks, and
@@ -289,9 +289,9 @@ struct Rows {
   void* grad_x;
   const Wanted& wanted;
   const std::int64_t period, padded;
-  const bool energy = parameters.witnesses != nullptr;
-  const int sums_of_each = energy ? kEnergySums : kSums;
-  const std::int64_t length = sums_of_each * padded + (energy ? kMostWitnesses : 0);
+  const bool told = parameters.witnesses != nullptr;
+  const int sums_of_each = told ? kToldSums : kSums;
+  const std::int64_t length = sums_of_each * padded + (told ? kMostWitnesses : 0);
 
   // Rows begin to end; `whole` gets the arrays that are kept, one after another, and `weighted` the weighted sums.
   void chunk(std::int64_t begin, std::int64_t end, Number* whole, double* weighted, double* gains) const {
@@ -332,7 +332,7 @@ struct Rows {
       for (std::int64_t i = 0; i < period; ++i) whole[i] = static_cast<Number>(sum[i]);
     } else if (wanted.kept[s] == kWeighted) {
       // With witnesses the gain is in the terms.
-      weighted[s] = sum_of(period, [&](std::int64_t i) { return energy ? sum[i] : static_cast<double>(gain[i]) * sum[i]; });
+      weighted[s] = sum_of(period, [&](std::int64_t i) { return told ? sum[i] : static_cast<double>(gain[i]) * sum[i]; });
     }
   }
 };
@@ -356,7 +356,7 @@ Totals backward_rows(const Kernels& kernels, Plan<Number>& plan, const void* gra
   // Of this thread, though others write to it: a new one would be new pages for each call.
   static thread_local Buffer<Number> buffer;
   Number* whole = buffer.of(chunks * each);
-  double weighted[kMostChunks][kEnergySums] = {}, gains[kMostChunks][kMostWitnesses] = {};
+  double weighted[kMostChunks][kToldSums] = {}, gains[kMostChunks][kMostWitnesses] = {};
   const BackwardRows kernel = kernels.backward_rows[plan.function][problem.dtype][plan.layout()];
   const Rows<Number> work{kernel, problem, plan.rows(), grad_y, grad_x, wanted, period, padded};
   parallel(chunks, chunk * period, [&](std::int64_t begin, std::int64_t end) {
@@ -424,10 +424,10 @@ void derive(const Plan<Number>& plan, const Totals& totals, const Wanted& wanted
   auto of_constant = [&](std::int64_t c) { return problem.logarithmic ? sign * halved * plan.constant_of(c) : sign; };
   auto of_shift = [&](std::int64_t) { return 1.0; };
   auto of_center = [&](std::int64_t c) {
-    return plan.energy() || plan.function == kDyisruWide ? -1.0 : -double{plan.constant_of(c)};
+    return plan.told() || plan.function == kDyisruWide ? -1.0 : -double{plan.constant_of(c)};
   };
   // With witnesses the gain is in the sums.
-  auto gain_of = [&](std::int64_t c) { return plan.energy() ? Number{1} : plan.at[kAtGain][c]; };
+  auto gain_of = [&](std::int64_t c) { return plan.told() ? Number{1} : plan.at[kAtGain][c]; };
   auto put_constant = [&](Role role, Sum sum, auto factor) {
     const Numbers& to = gradients[role];
     if (to.data == nullptr) return;
@@ -438,7 +438,7 @@ void derive(const Plan<Number>& plan, const Totals& totals, const Wanted& wanted
   };
   put_constant(kConstant, kSumMoment, of_constant);
   if (problem.function == kDerf) {
-    put_constant(kShift, plan.energy() ? kSumShift : kSumSlope, of_shift);
+    put_constant(kShift, plan.told() ? kSumShift : kSumSlope, of_shift);
   } else {
     put_all(gradients[kShift], problem.channels, [](std::int64_t) { return 0.0; });
   }
@@ -447,9 +447,9 @@ void derive(const Plan<Number>& plan, const Totals& totals, const Wanted& wanted
   put_all(gradients[kWeight], problem.channels, [&](std::int64_t c) { return problem.scale * value[c]; });
   put_all(gradients[kBias], problem.channels, [&](std::int64_t c) { return grad[c]; });
   // The sums are those of the gradients by T, up to a number, and T is the sum of gains times squares.
-  const double of_energy = problem.function == kDerf ? -2 / kPi : -0.5;
+  const double of_told = problem.function == kDerf ? -2 / kPi : -0.5;
   for (int i = 0; wanted.gains && i < problem.witnesses; ++i) {
-    put(wanted_of.log_gain, plan.given_as[i], 0.0 + of_energy * plan.columns[kPlaces][i] * totals.gains[i]);
+    put(wanted_of.log_gain, plan.given_as[i], 0.0 + of_told * plan.columns[kPlaces][i] * totals.gains[i]);
   }
 }
 
@@ -462,10 +462,10 @@ void backward_as(const Kernels& kernels, const Problem& problem, const void* gra
   wanted.add(kSumGrad, gradients[kBias], false);
   wanted.add(kSumValue, gradients[kWeight], false);
   wanted.add(kSumMoment, gradients[kConstant], !plan.constants_differ);
-  const Sum of_shift = plan.energy() ? kSumShift : kSumSlope;
+  const Sum of_shift = plan.told() ? kSumShift : kSumSlope;
   if (problem.function == kDerf) wanted.add(of_shift, gradients[kShift], !plan.constants_differ);
   wanted.add(kSumSlope, gradients[kCenter], !plan.constants_differ);
-  wanted.gains = plan.energy() && wanted_of.log_gain.data != nullptr;
+  wanted.gains = plan.told() && wanted_of.log_gain.data != nullptr;
   const Totals totals = plan.mixed ? backward_rows(kernels, plan, grad_y, grad_x, wanted)
                                    : backward_runs(kernels, plan, grad_y, grad_x);
   derive(plan, totals, wanted, wanted_of);

@@ -1,4 +1,4 @@
-// The types that the module, the plan and the kernels of each instruction set share.
+// What the module, the plan and the kernels of each instruction set tell one another.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ enum Sum { kSumGrad = 0, kSumValue = 1, kSumMoment = 2, kSumSlope = 3, kSums = 4
 // the gradient of the constant up to a number, kSumSlope the gradient of x, kSumShift that of the shift. After these
 // arrays come the sums of the gains' gradients, kMostWitnesses of them.
 constexpr Sum kSumShift = Sum(4);
-constexpr int kEnergySums = 5;
+constexpr int kToldSums = 5;
 // Up to the second, rows are looked at together.
 constexpr int kMostWitnesses = 16, kFew = 4;
 
@@ -62,7 +62,7 @@ using BackwardRun = void (*)(const void* x, const void* grad, void* grad_x, std:
 
 // How a period's parameters are held: one of each; one constant and no centre, with a gain and a bias for each element;
 // one constant; several. The same three of rows, each with witnesses.
-enum Layout { kRun = 0, kRowsPlain = 1, kRowsOneConstant = 2, kRows = 3, kEnergy = 3, kLayouts = 7 };
+enum Layout { kRun = 0, kRowsPlain = 1, kRowsOneConstant = 2, kRows = 3, kTold = 3, kLayouts = 7 };
 
 constexpr int kDtypes = 4;
 // The widest vector in numbers; periods are padded to it.

@@ -1,4 +1,4 @@
-// Rows with witnesses, a few named channels that set each row's constant: beta + T with T the sum of g_k u_k^2, and for
+// Rows with witnesses, a few named channels that tell each row's constant: beta + T with T the sum of g_k u_k^2, and for
 // the functions of a slope alpha / sqrt(1 + ratio alpha^2 T). Included by kernels.h, inside its namespace.
 //
 // DyISRU leaves a witness out of its own sum, and takes no difference for that: one channel may be nearly all of the sum.
@@ -54,13 +54,13 @@ struct Effective {
   Vector constant, root;
 };
 template <int F, class C, class Vector>
-inline Effective<Vector> effective(Vector own, Vector energy) {
+inline Effective<Vector> effective(Vector own, Vector told) {
   if constexpr (kLeftOut<F>) {
-    return {own + energy, own};
+    return {own + told, own};
   } else {
     using Number = typename C::Number;
     const Vector square = kRatio<F> == 1 ? own : own * (Number)kRatio<F>;
-    const Vector root = over_root_of(capped<F, Number>(C::muladd(own * energy, square, C::splat_of(1))));
+    const Vector root = over_root_of(capped<F, Number>(C::muladd(own * told, square, C::splat_of(1))));
     return {own * root, root};
   }
 }
@@ -69,14 +69,13 @@ inline double number_of(double a) { return a; }
 inline float number_of(float a) { return a; }
 inline float number_of(Bfloat16 a) { return as_float((std::uint32_t)a.bits << 16); }
 
-// The energy of a row is the weighted sum of its witnesses' squares, as its other channels see it.
 // The witnesses of one row: u, each one's sum, and the sum that all other channels have.
 template <int F, class T>
-struct Energy {
+struct Told {
   using C = typename ComputedIn<T>::Type;
   using Number = typename C::Number;
   using Vector = typename C::Vector;
-  alignas(64) Number u[kMostWitnesses] = {}, energy[kMostWitnesses] = {}, total = 0;
+  alignas(64) Number u[kMostWitnesses] = {}, told[kMostWitnesses] = {}, total = 0;
 
   // at(i) is the number of witness i.
   template <class At>
@@ -96,21 +95,21 @@ struct Energy {
       if (kBound) u[i] = bounded<F, Number>(u[i]);
       terms[i] = u[i] * gain[i] * u[i];
       if (kBound) terms[i] = capped<F, Number>(terms[i]);
-      energy[i] = sum;
+      told[i] = sum;
       sum = sum + terms[i];
     }
     total = kBound ? capped<F, Number>(sum) : sum;
     sum = 0;
 #pragma GCC unroll 1
     for (int i = w.count - 1; i >= 0; --i) {
-      energy[i] = kLeftOut<F> ? energy[i] + sum : total;
-      if (kBound) energy[i] = capped<F, Number>(energy[i]);
+      told[i] = kLeftOut<F> ? told[i] + sum : total;
+      if (kBound) told[i] = capped<F, Number>(told[i]);
       sum = sum + terms[i];
     }
   }
 };
 
-// The energies of the witnesses of some rows: each row's sum for all other channels, and the witnesses' own results. Of few
+// What the witnesses of some rows tell: each row's sum for all other channels, and the witnesses' own results. Of few
 // witnesses several rows are looked at together, in one vector, because all vectors cost alike, however few lanes they use.
 template <int F, class T>
 struct Ahead {
@@ -161,12 +160,12 @@ struct Ahead {
   void look_at_row(int place, const Witnesses& w) {
     using Vector = typename C::Vector;
     const Parameters<C, kRows> columns{w.columns};
-    Energy<F, T> energy;
-    energy.read([&](int i) { return x[place + i]; }, w);
-    totals[place] = energy.total;
+    Told<F, T> told;
+    told.read([&](int i) { return x[place + i]; }, w);
+    totals[place] = told.total;
     T some[kMostWitnesses];
     for (int j = 0; kLeftOut<F> && j < w.count; j += C::lanes) {
-      Vector z[1] = {load(energy.u + j)}, constant[1] = {columns.constant(j) + load(energy.energy + j)};
+      Vector z[1] = {load(told.u + j)}, constant[1] = {columns.constant(j) + load(told.told + j)};
       add_squares<F>(z, constant);
       store(some + j, C::muladd(value_of<F, T>(z[0], constant[0], columns.shift(j)), columns.gain(j), columns.bias(j)));
     }
@@ -189,14 +188,14 @@ inline void set_lane(V& a, std::int64_t lane, float value) { a[lane] = value; }
 template <int F, class C, int kLayout>
 struct RowConstants {
   using Vector = typename C::Vector;
-  Vector energy;
+  Vector told;
   Effective<Vector> shared;
 
   void set(const Parameters<C, kLayout>& p, typename C::Number sum) {
-    energy = C::splat_of(sum), shared = effective<F, C>(p.constant_, energy);
+    told = C::splat_of(sum), shared = effective<F, C>(p.constant_, told);
   }
   Effective<Vector> at(const Parameters<C, kLayout>& p, std::int64_t j) const {
-    if constexpr (kLayout == kRows) return effective<F, C>(p.constant(j), energy);
+    if constexpr (kLayout == kRows) return effective<F, C>(p.constant(j), told);
     return shared;
   }
 };
@@ -237,7 +236,7 @@ struct RowParameters {
 };
 
 template <int F, class T, int kLayout>
-void forward_witnesses(const void* x_, void* y_, std::int64_t n, std::int64_t length, const Period& period, bool streamed) {
+void forward_told(const void* x_, void* y_, std::int64_t n, std::int64_t length, const Period& period, bool streamed) {
   using C = typename ComputedIn<T>::Type;
   const T* x = (const T*)x_;
   T* y = (T*)y_;
@@ -275,7 +274,7 @@ void forward_witnesses(const void* x_, void* y_, std::int64_t n, std::int64_t le
 // gain in them: the constant's is -2 times DyISRU's, that of T -2 / ratio times.
 template <class Vector>
 struct Partials {
-  Vector left, right, x, constant, energy, shift;
+  Vector left, right, x, constant, told, shift;
 };
 template <int F, class C, class Vector>
 __attribute__((always_inline)) inline Partials<Vector> partials(Vector u, Effective<Vector> e, Vector shift,
@@ -299,7 +298,7 @@ __attribute__((always_inline)) inline Partials<Vector> partials(Vector u, Effect
 }
 
 template <int F, class C, class Vector>
-__attribute__((always_inline)) inline void add(Vector (&sums)[kEnergySums], Vector grad, const Partials<Vector>& d) {
+__attribute__((always_inline)) inline void add(Vector (&sums)[kToldSums], Vector grad, const Partials<Vector>& d) {
   sums[kSumGrad] = sums[kSumGrad] + grad;
   sums[kSumValue] = C::muladd(d.left, d.right, sums[kSumValue]);
   sums[kSumMoment] = sums[kSumMoment] + d.constant;
@@ -325,84 +324,84 @@ struct ColumnSums {
   using Number = typename C::Number;
   using Vector = typename C::Vector;
   static constexpr int kVectors = kMostWitnesses / C::lanes;
-  Vector at[kVectors][kEnergySums] = {}, gain[kVectors] = {};
+  Vector at[kVectors][kToldSums] = {}, gain[kVectors] = {};
 
   // The witnesses' columns of one row, `rest` being the gradient by T of all others.
-  void row(const Energy<F, T>& energy, const T* grad, T* grad_x, const Witnesses& w, Vector rest) {
+  void row(const Told<F, T>& told, const T* grad, T* grad_x, const Witnesses& w, Vector rest) {
     const Parameters<C, kRows> columns{w.columns};
     T some[kMostWitnesses] = {};
     Number terms[kMostWitnesses];
     Partials<Vector> d[kVectors];
-    Vector u[kVectors], g[kVectors], by_energy[kVectors];
+    Vector u[kVectors], g[kVectors], by_told[kVectors];
     for (int i = 0; i < w.count; ++i) some[i] = grad[w.channel[i]];
     for (int v = 0; v * (int)C::lanes < w.count; ++v) {
       const int j = v * C::lanes;
       g[v] = load(some + j);
-      const Effective<Vector> e = effective<F, C>(columns.constant(j), load(energy.energy + j));
-      u[v] = bounded<F, Number>(load(energy.u + j));
+      const Effective<Vector> e = effective<F, C>(columns.constant(j), load(told.told + j));
+      u[v] = bounded<F, Number>(load(told.u + j));
       d[v] = partials<F, C>(u[v], e, columns.shift(j), columns.gain(j), g[v]);
-      store(terms + j, d[v].energy);
+      store(terms + j, d[v].told);
     }
-    for (int v = 0; v * (int)C::lanes < w.count; ++v) by_energy[v] = rest;
+    for (int v = 0; v * (int)C::lanes < w.count; ++v) by_told[v] = rest;
     for (int i = 0; i < w.count; ++i) {
       for (int v = 0; v * (int)C::lanes < w.count; ++v) {
         Vector other = C::splat_of(1);
         if constexpr (kLeftOut<F>) other = load((const Number*)w.others + i * kMostWitnesses + v * C::lanes);
-        by_energy[v] = C::muladd(C::splat_of(terms[i]), other, by_energy[v]);
+        by_told[v] = C::muladd(C::splat_of(terms[i]), other, by_told[v]);
       }
     }
     for (int v = 0; v * (int)C::lanes < w.count; ++v) {
       const int j = v * C::lanes;
       const Vector ratio = C::splat_of((Number)kRatio<F>);
-      d[v].x = d[v].x - ratio * load((const Number*)w.gain + j) * u[v] * by_energy[v];
+      d[v].x = d[v].x - ratio * load((const Number*)w.gain + j) * u[v] * by_told[v];
       add<F, C>(at[v], g[v], d[v]);
-      gain[v] = gain[v] + u[v] * by_energy[v] * u[v];
+      gain[v] = gain[v] + u[v] * by_told[v] * u[v];
       store(some + j, d[v].x);
     }
     for (int i = 0; grad_x && i < w.count; ++i) grad_x[w.channel[i]] = some[i];
   }
 
   void write(Number* sums, std::int64_t padded, const Witnesses& w) const {
-    Number some[kEnergySums + 1][kMostWitnesses];
+    Number some[kToldSums + 1][kMostWitnesses];
     for (int v = 0; v < kVectors; ++v) {
-      for (int s = 0; s < kEnergySums; ++s) store(some[s] + v * C::lanes, at[v][s]);
-      store(some[kEnergySums] + v * C::lanes, gain[v]);
+      for (int s = 0; s < kToldSums; ++s) store(some[s] + v * C::lanes, at[v][s]);
+      store(some[kToldSums] + v * C::lanes, gain[v]);
     }
     for (int i = 0; i < w.count; ++i) {
-      for (int s = 0; s < kEnergySums; ++s) sums[s * padded + w.channel[i]] = some[s][i];
-      sums[kEnergySums * padded + i] = some[kEnergySums][i];
+      for (int s = 0; s < kToldSums; ++s) sums[s * padded + w.channel[i]] = some[s][i];
+      sums[kToldSums * padded + i] = some[kToldSums][i];
     }
   }
 };
 
 // Some rows side by side, as backward_some.
 template <int F, class T, int kLayout, int kRowsTogether>
-__attribute__((always_inline)) inline void backward_witnesses_some(const T* x, const T* grad, T* grad_x, std::int64_t n,
+__attribute__((always_inline)) inline void backward_told_some(const T* x, const T* grad, T* grad_x, std::int64_t n,
                                                               const Parameters<typename ComputedIn<T>::Type, kLayout>& p,
                                                               const Witnesses& w, ColumnSums<F, T>& columns,
                                                               typename ComputedIn<T>::Type::Number* sums,
                                                               std::int64_t padded) {
   using C = typename ComputedIn<T>::Type;
   using Vector = typename C::Vector;
-  Energy<F, T> energy[kRowsTogether];
+  Told<F, T> told[kRowsTogether];
   RowConstants<F, C, kLayout> constants[kRowsTogether];
-  Vector by_energy[kRowsTogether];
+  Vector by_told[kRowsTogether];
   for (int k = 0; k < kRowsTogether; ++k) {
-    energy[k].read([&](int i) { return x[k * n + w.channel[i]]; }, w);
-    constants[k].set(p, energy[k].total);
-    by_energy[k] = C::splat_of(0);
+    told[k].read([&](int i) { return x[k * n + w.channel[i]]; }, w);
+    constants[k].set(p, told[k].total);
+    by_told[k] = C::splat_of(0);
   }
   auto at = [&](std::int64_t j, auto read, auto write) __attribute__((always_inline)) {
-    Vector here[kEnergySums];
-    for (int s = 0; s < kEnergySums; ++s) here[s] = sums ? load(sums + s * padded + j) : C::splat_of(0);
+    Vector here[kToldSums];
+    for (int s = 0; s < kToldSums; ++s) here[s] = sums ? load(sums + s * padded + j) : C::splat_of(0);
     for (int k = 0; k < kRowsTogether; ++k) {
       const Vector u = bounded<F, typename C::Number>(p.centered(read(x + k * n + j), j)), g = read(grad + k * n + j);
       const auto d = partials<F, C>(u, constants[k].at(p, j), p.shift(j), p.gain(j), g);
       add<F, C>(here, g, d);
-      by_energy[k] = by_energy[k] + d.energy;
+      by_told[k] = by_told[k] + d.told;
       if (grad_x) write(grad_x + k * n + j, d.x);
     }
-    for (int s = 0; sums && s < kEnergySums; ++s) store(sums + s * padded + j, here[s]);
+    for (int s = 0; sums && s < kToldSums; ++s) store(sums + s * padded + j, here[s]);
   };
   std::int64_t j = 0;
   for (; j + C::lanes <= n; j += C::lanes) {
@@ -414,13 +413,13 @@ __attribute__((always_inline)) inline void backward_witnesses_some(const T* x, c
        [rest](T* to, Vector a) { store_some<C>(to, rest, a); });
   }
   for (int k = 0; k < kRowsTogether; ++k) {
-    const Vector others = C::splat_of(sum_of_lanes<typename C::Number>(by_energy[k]));
-    columns.row(energy[k], grad + k * n, grad_x ? grad_x + k * n : grad_x, w, others);
+    const Vector others = C::splat_of(sum_of_lanes<typename C::Number>(by_told[k]));
+    columns.row(told[k], grad + k * n, grad_x ? grad_x + k * n : grad_x, w, others);
   }
 }
 
 template <int F, class T, int kLayout>
-void backward_witnesses(const void* x_, const void* grad_, void* grad_x_, std::int64_t rows, std::int64_t stride,
+void backward_told(const void* x_, const void* grad_, void* grad_x_, std::int64_t rows, std::int64_t stride,
                    std::int64_t, const Period& period, void* sums_, std::int64_t padded) {
   using C = typename ComputedIn<T>::Type;
   constexpr int kRowsTogether = kSideBySide<F, C>;
@@ -434,11 +433,11 @@ void backward_witnesses(const void* x_, const void* grad_, void* grad_x_, std::i
   auto to = [&](std::int64_t i) { return grad_x ? grad_x + i : grad_x; };
   for (; row + kRowsTogether <= rows; row += kRowsTogether) {
     const std::int64_t i = row * stride;
-    backward_witnesses_some<F, T, kLayout, kRowsTogether>(x + i, grad + i, to(i), stride, p, w, columns, sums, padded);
+    backward_told_some<F, T, kLayout, kRowsTogether>(x + i, grad + i, to(i), stride, p, w, columns, sums, padded);
   }
   for (; row < rows; ++row) {
     const std::int64_t i = row * stride;
-    backward_witnesses_some<F, T, kLayout, 1>(x + i, grad + i, to(i), stride, p, w, columns, sums, padded);
+    backward_told_some<F, T, kLayout, 1>(x + i, grad + i, to(i), stride, p, w, columns, sums, padded);
   }
   if (sums) columns.write(sums, padded, w);
 }
