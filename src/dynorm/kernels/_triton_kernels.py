@@ -288,7 +288,8 @@ def sum_terms(
     for first in range(0, channels, BLOCK_COLUMNS):
         channel = first + place
         inside = channel < channels
-        u = tl.load(x_ptr + row * channels + channel, (row < rows) & inside, other=0.0).to(COMPUTE)
+        offset = row * channels + channel
+        u = tl.load(x_ptr + offset, (row < rows) & inside, other=0.0).to(COMPUTE)
         u = clamped(u - parameter(center_ptr, channel, inside, CENTERS, COMPUTE)) * unit
         term = terms_of(u, tl.load(term_gain_ptr + channel, inside, other=0.0))
         # NaN is not larger, and so comes to the rest.
