@@ -4,8 +4,8 @@
 // Every channel has a gain in the row's sum T, which is 0 where it is no witness, so that all loops run along the row, and
 // none looks for the witnesses. The first loop sums the terms, gain times u^2. DyISRU leaves a witness out of its own
 // sum. The difference, T less its term, keeps its digits as long as the term is at most half of T; and at most one term is
-// more than that, the largest. So T is summed in two parts, the largest term and the rest. A term above the rest is the
-// largest one, and the rest is then the sum without it.
+// more than that, the largest: it dominates. So T is summed in two parts, the largest term and the rest. A term above the
+// rest is the largest one, and the rest is then the sum without it.
 
 inline float lesser(float a, float b) { return a < b ? a : b; }
 inline float greater(float a, float b) { return a > b ? a : b; }
@@ -27,6 +27,7 @@ struct Parts {
     add(other.largest);
   }
   Number total() const { return largest + rest; }
+  bool dominated() const { return largest > rest; }
 };
 
 // The sum without a term. NaN is not above the rest.
@@ -100,10 +101,13 @@ template <int F, class C, int kLayout>
 struct ManyConstants {
   using Number = typename C::Number;
   using Vector = typename C::Vector;
+  // Most rows have no term that dominates; in them no channel has to be asked.
+  bool dominated;
   Vector total, rest;
   RowConstants<F, C, kLayout> row;  // of functions of a slope, where no witness is left out
 
   void set(const Parameters<C, kLayout>& p, Parts<Number> parts) {
+    dominated = parts.dominated();
     total = C::splat_of(parts.total());
     rest = C::splat_of(parts.rest);
     if constexpr (!kLeftOut<F>) row.set(p, parts.total());
@@ -112,7 +116,8 @@ struct ManyConstants {
   Effective<Vector> at(const Parameters<C, kLayout>& p, Vector u, std::int64_t j) const {
     if constexpr (kLeftOut<F>) {
       const Vector own = p.constant(j);
-      return {own + sum_without(term(p, u, j), total, rest), own};
+      if (dominated) return {own + sum_without(term(p, u, j), total, rest), own};
+      return {C::muladd(-(u * p.term_gain(j)), u, own + total), own};
     } else {
       return row.at(p, j);
     }
@@ -283,7 +288,7 @@ struct ManyRow {
     along<C, T>(n, [&](std::int64_t j, auto read, auto) __attribute__((always_inline)) {
       const Vector u = bounded<F, Number>(p.centered(read(x + j), j));
       const Vector here = partials<F, C>(u, constants.at(p, u, j), p.shift(j), p.gain(j), read(grad + j)).sum;
-      if constexpr (!kLeftOut<F>) {
+      if (!kLeftOut<F> || !constants.dominated) {
         all = all + here;
         return;
       }
@@ -317,9 +322,11 @@ __attribute__((always_inline)) inline void backward_many_some(
       auto d = partials<F, C>(u, row.constants.at(p, u, j), p.shift(j), p.gain(j), g);
       Vector others = row.moment;
       if constexpr (kLeftOut<F>) {
-        const Vector term = row.constants.term(p, u, j);
         others = others - d.sum;
-        others = term > row.constants.rest ? row.moment_of_rest : others;
+        if (row.constants.dominated) {
+          const Vector term = row.constants.term(p, u, j);
+          others = term > row.constants.rest ? row.moment_of_rest : others;
+        }
       }
       d.x = d.x - ratio * (p.term_gain(j) * u) * others;
       by_gain = by_gain + u * others * u;
