@@ -110,6 +110,8 @@ def with_gradients(layer: PointwiseNorm, x: Tensor) -> list[Tensor]:
         {"elementwise_affine": False},
         {"witnesses": (47, 3), "center": True},
         {"witnesses": 1, "elementwise_affine": False},
+        {"witnesses": tuple(range(40, 6, -1)), "center": True},
+        {"witnesses": 17, "elementwise_affine": False},
     ],
     ids=str,
 )

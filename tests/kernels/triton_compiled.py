@@ -46,10 +46,18 @@ def constants_of(function: int, per_channel: bool) -> dict[str, Any]:
     return {"FUNCTION": function, **flags, **parts}
 
 
-def told(count: int) -> dict[str, Any]:
-    """The arguments of a kernel with some witnesses, or without."""
-    where = ("*i64", 16) if count else None
-    return {"WITNESSES": count, "witness_ptr": where, **pointers("fp32", log_gain=count > 0)}
+MANY = 128
+
+
+def of_witnesses(count: int, dtype: str) -> dict[str, Any]:
+    """The arguments of a kernel of x of a dtype with some witnesses, with many, or without."""
+    few, many = 0 < count < MANY, count >= MANY
+    return {
+        "WITNESSES": count if few else 0,
+        "witness_ptr": ("*i64", 16) if few else None,
+        **pointers("fp32", log_gain=few),
+        **pointers("fp64" if dtype == "fp64" else "fp32", term_gain=many, sums=many),
+    }
 
 
 def offsets_of(kernel: Any, dtype: str) -> set[str]:
@@ -67,7 +75,7 @@ FAMILY = [
     for dtype, size, last in (("bf16", EVEN, True), ("fp16", ANY, False), ("fp64", EVEN, True))
 ] + [(DYISRU, "fp32", ANY, True), (DYT, "fp32", EVEN, False)]
 # Witnesses only where the channels come last.
-CASES = [(*case, count) for case in FAMILY for count in ((0, 4) if case[3] else (0,))]
+CASES = [(*case, count) for case in FAMILY for count in ((0, 4, MANY) if case[3] else (0,))]
 
 
 @pytest.mark.parametrize(("function", "dtype", "size", "last", "count"), CASES)
@@ -80,7 +88,7 @@ def test_forward_compiles_with_64_bit_offsets(
         **pointers(dtype, x=True, y=True),
         **pointers("fp32", bias=True),
         **constants_of(function, per_channel=not last),
-        **told(count),
+        **of_witnesses(count, dtype),
         **dict.fromkeys(("rows", "columns", "channels"), size),
         scale=("fp64", 1),
         CHANNELS_LAST=last,
@@ -103,9 +111,9 @@ def test_backward_compiles_with_64_bit_offsets_and_no_atomics(
         _triton_kernels.backward_kernel,
         HOPPER,
         **pointers(dtype, grad=True, x=True, grad_x=True),
-        **pointers("fp64" if dtype == "fp64" else "fp32", partial=True, rows=count > 0),
+        **pointers("fp64" if dtype == "fp64" else "fp32", partial=True, rows=0 < count < MANY),
         **constants_of(function, per_channel=not last),
-        **told(count),
+        **of_witnesses(count, dtype),
         **dict.fromkeys(("outer", "channels"), size),
         inner=1 if last else size,
         steps=ANY,
@@ -131,7 +139,9 @@ def test_witnesses_channels_compile_with_64_bit_offsets_and_no_atomics(
         **pointers(dtype, grad=True, x=True, grad_x=True),
         **pointers("fp64" if dtype == "fp64" else "fp32", partial=True, rows=True),
         **constants_of(function, per_channel=True),
-        **told(3),
+        WITNESSES=3,
+        witness_ptr=("*i64", 16),
+        **pointers("fp32", log_gain=True),
         **dict.fromkeys(("outer", "channels", "blocks", "steps", "all_steps"), ANY),
         scale=("fp64", 1),
         BLOCK_ROWS=128,
@@ -142,8 +152,31 @@ def test_witnesses_channels_compile_with_64_bit_offsets_and_no_atomics(
     assert not re.search(r"\b(atom|red)\.", kernel.asm["ptx"])
 
 
+@pytest.mark.parametrize("function", [DYISRU, DYT, DERF, LINEAR])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_sums_of_rows_compile_with_64_bit_offsets_and_no_atomics(
+    function: int, dtype: str, backward: bool
+) -> None:
+    kernel = compiled(
+        _triton_kernels.rows_kernel,
+        HOPPER,
+        **pointers(dtype, grad=backward, x=True),
+        **constants_of(function, per_channel=True),
+        **pointers("fp64" if dtype == "fp64" else "fp32", term_gain=True, sums=True),
+        **dict.fromkeys(("rows", "channels"), EVEN),
+        scale=("fp64", 1),
+        BLOCK_ROWS=4,
+        BLOCK_COLUMNS=512,
+    )
+    if dtype == "bf16":
+        assert offsets_of(kernel, "bf16") == {"i64"}
+    assert not re.search(r"\b(atom|red)\.", kernel.asm["ptx"])
+
+
+@pytest.mark.parametrize("kinds", [5, 6])
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-def test_reduction_compiles(dtype: str) -> None:
+def test_reduction_compiles(dtype: str, kinds: int) -> None:
     compiled(
         _triton_kernels.reduce_kernel,
         AMPERE,
@@ -153,6 +186,7 @@ def test_reduction_compiles(dtype: str) -> None:
         WITH_SHIFT=False,
         WITH_CENTER=True,
         WITH_WEIGHT=True,
+        KINDS=kinds,
         BLOCK_CHUNKS=32,
         BLOCK_CHANNELS=64,
     )

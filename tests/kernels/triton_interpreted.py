@@ -241,6 +241,12 @@ WITNESSES = [
     ((1, 1), (0,)),
     ((9, 40), (1, 2, 3, 4, 39)),
 ]
+# Many: all channels; in no order; more than a tile of channels.
+WITNESSES += [
+    ((5, 64), tuple(range(64))),
+    ((9, 33), (32, *range(20, 4, -1), 0)),
+    ((3, 600), tuple(range(599, 87, -2))),
+]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -302,12 +308,86 @@ def test_a_massive_witness(function: int) -> None:
     assert_close(grad_x.double(), slope, rtol=2e-5, atol=1e-6)
 
 
-def test_output_may_be_the_input_with_witnesses() -> None:
+# In witnesses, in other channels, in both; in one and in more.
+PLACES = [(2,), (39,), (2, 39), (2, 18), (0, 1, 2, 3, 4, 5), tuple(range(40))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("columns", PLACES, ids=str)
+def test_edges_of_many_witnesses_are_the_definition_s(
+    function: int, dtype: torch.dtype, columns: tuple[int, ...]
+) -> None:
+    """One edge in each row."""
+    edges = [0.0, -0.0, math.inf, -math.inf, math.nan, torch.finfo(dtype).tiny, 1e4]
+    if dtype != torch.float16:
+        edges += [4e9, 3e18, 1e19]
+    if dtype == torch.float64:
+        edges += [1e153, 1e155]
+    x = sample(len(edges), 40, seed=0, dtype=dtype)
+    grad = sample(len(edges), 40, seed=9, dtype=dtype)
+    x[:, list(columns)] = torch.tensor(edges, dtype=torch.float64).to(dtype)[:, None]
+    p = parts(function, 40, torch.float64 if dtype == torch.float64 else torch.float32, bare=True)
+    form = form_of(function, x, -1, 2.0)._replace(witnesses=tuple(range(20)))
+    with np.errstate(all="ignore"):
+        y = _triton.forward(form, x, given(p))
+        grad_x = _triton.gradients(form, grad, x, given(p), (True,) + (False,) * 6)[0]
+    leaf = x.clone().requires_grad_()
+    expected = plain(form, leaf, given(p))
+    (slope,) = torch.autograd.grad(expected, leaf, grad)
+    rtol, atol = TOLERANCE[dtype]
+    assert_close(y, expected.detach(), rtol=2 * rtol, atol=max(atol, rtol), equal_nan=True)
+    # At a NaN a gradient is NaN or 0.
+    known = ~x.isnan().any(1)
+    assert grad_x is not None
+    assert_close(grad_x[known], slope[known], rtol=4 * rtol, atol=4 * max(atol, rtol))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("massive", [1, 2, 3])
+def test_massive_ones_of_many_witnesses(function: int, massive: int) -> None:
+    x = sample(5, 70, seed=0, dtype=torch.float32)
+    grad = sample(5, 70, seed=9, dtype=torch.float32)
+    x[::2, 7 : 7 + massive] *= 1e4
+    p = with_gains(parts(function, 70, torch.float32), 32)
+    form = form_of(function, x, -1, 10.0)._replace(witnesses=tuple(range(4, 36)))
+    results = _triton.gradients(form, grad, x, given(p), (True,) * 7)
+    leaves: list[Any] = [
+        None if t is None else t.double().requires_grad_() for t in (x, *p.values())
+    ]
+    expected = plain(form, leaves[0], Parameters(*leaves[1:]))
+    expected.backward(grad.double())
+    y = _triton.forward(form, x, given(p))
+    assert_close(y.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    for name, got, leaf in zip(("x", *p), results, leaves, strict=True):
+        assert (got is None) == (leaf is None)
+        if got is not None:
+            size = max(1.0, float(leaf.grad.abs().max()))
+            assert_close(got.double(), leaf.grad, rtol=2e-5, atol=4e-6 * size, msg=name)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_nan_in_a_gradient_reaches_only_many_witnesses(function: int) -> None:
+    x, grad = sample(5, 40, seed=0, dtype=torch.float32), sample(5, 40, seed=9, dtype=torch.float32)
+    grad[2, 39] = math.nan
+    form = form_of(function, x, -1, 1.0)._replace(witnesses=tuple(range(20)))
+    p = parts(function, 40, torch.float32, bare=True)
+    with np.errstate(all="ignore"):
+        grad_x = _triton.gradients(form, grad, x, given(p), (True,) + (False,) * 6)[0]
+    assert grad_x is not None
+    assert grad_x[2, :20].isnan().all()
+    assert grad_x[2, 20:39].isfinite().all()
+    assert grad_x[torch.arange(5) != 2].isfinite().all()
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_output_may_be_the_input_with_witnesses(many: bool) -> None:
     x, p = (
         sample(7, 1100, seed=0, dtype=torch.float32),
-        with_gains(parts(DYISRU, 1100, torch.float32), 2),
+        with_gains(parts(DYISRU, 1100, torch.float32), 20 if many else 2),
     )
-    form = Form(DYISRU, False, 1.0, 1100, 1, (0, 1099))
+    witnesses = (0, 1099, *range(5, 23)) if many else (0, 1099)
+    form = Form(DYISRU, False, 1.0, 1100, 1, witnesses)
     expected = _triton.forward(form, x, given(p))
     _triton.forward(form, x, given(p), out=x)
     assert torch.equal(x, expected)

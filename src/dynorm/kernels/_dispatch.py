@@ -23,8 +23,6 @@ from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu
 from dynorm.kernels._form import Form, Parameters
 
-# Of Triton's kernels, whose code grows with each.
-MOST_WITNESSES = 16
 ENABLED = os.environ.get("DYNORM_KERNELS", "1") != "0"
 _log = logging.getLogger("dynorm")
 _PLAIN_TYPES = (Tensor, Parameter)
@@ -77,14 +75,14 @@ def pointwise(
     """Return y, of the shape and dtype of x, by a kernel; None if only the definition can serve.
 
     The definition serves under a tracer, a transform or a mode, for subclasses of Tensor, for
-    layouts without a kernel, for more witnesses than the kernels take, and for invalid input, so
-    that it raises the error. The sizes of x at ``dim``, an axis or several, are ``shape``, whose
+    layouts without a kernel, for more witnesses than an old build of the CPU kernels takes, and for
+    invalid input, so that it raises the error. The sizes of x at ``dim``, an axis or several, are ``shape``, whose
     positions the witnesses count; the rest is as in :class:`Form`. An x on another device than its
     parameters is an ArgumentError.
     """
     if not ENABLED or torch.compiler.is_compiling():
         return None
-    if witnesses and len(witnesses) > (_cpu.most_witnesses() if x.is_cpu else MOST_WITNESSES):
+    if witnesses and x.is_cpu and len(witnesses) > _cpu.most_witnesses():
         return None
     channels_last = dim == -1 or dim == tuple(range(-len(shape), 0))
     if channels_last:

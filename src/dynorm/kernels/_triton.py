@@ -32,6 +32,9 @@ _PROGRAMS = 1024
 _BACKWARD_TILE = 2048
 # The most columns of any tile.
 _WIDEST = 512
+# More witnesses than this are computed with all channels, from sums along each row: the code of the
+# other kernels grows with each witness.
+_MOST_FEW = 16
 
 Candidate = TypeVar("Candidate")
 _chosen: dict[Hashable, object] = {}
@@ -77,18 +80,23 @@ def forward(
     inputs = parameters._replace(constant=form.constant(parameters.constant))
     witnesses = _channels(form.witnesses, x.device)
     in_place = y.data_ptr() == x.data_ptr()
-    # Programs of other columns read the witnesses of a row too, and must not see the output of this
+    few, many = _few_or_many(form)
+    # Programs of other columns read few witnesses of a row too, and must not see the output of this
     # one.
     source = x
-    if form.witnesses and in_place:
+    if few and in_place:
         source = x.clone()
     options = {
         "FUNCTION": int(form.function),
         "CHANNELS_LAST": last,
         "BLOCK_COLUMNS": block,
-        "WITNESSES": len(form.witnesses),
+        "WITNESSES": few,
         **per_channel(inputs),
     }
+    term_gain, sums = None, None
+    if many:
+        term_gain = _term_gain(form, x, parameters)
+        sums = _row_sums(form, None, x, inputs, term_gain)
 
     # Without a sum over channels a row does not need its own program: a tile is any block of the
     # matrix.
@@ -96,7 +104,7 @@ def forward(
         elements, warps = configuration
         grid = (ceil_divide(rows, elements // block) * ceil_divide(columns, block),)
         forward_kernel[grid](
-            *(source, *inputs[:5], witnesses, inputs.log_gain, y),
+            *(source, *inputs[:5], witnesses, inputs.log_gain, term_gain, sums, y),
             *(rows, columns, form.channels, form.scale),
             **options,
             ELEMENTS=elements,
@@ -108,7 +116,7 @@ def forward(
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         # Timing runs the kernel many times, which over its own input would give another result.
         if x.numel() >= _WORTH_TIMING and not in_place:
-            kind = (form.function, columns, last, len(form.witnesses))
+            kind = (form.function, columns, last, few, many > 0)
             key = (x.device, x.dtype, *kind, x.numel().bit_length() // 3)
             configuration = choose(key, _FORWARD, launch)
         launch(configuration)
@@ -134,7 +142,8 @@ def backward(
     _check(form, x, grad, parameters)
     channels, inner = form.channels, form.inner
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    count = len(form.witnesses)
+    few, many = _few_or_many(form)
+    count = few + many
     kinds = 6 if count else 5
     grad_x = torch.empty_like(x) if need_x else None
     if not need_x and not need_parameters:
@@ -151,45 +160,51 @@ def backward(
     chunks = ceil_divide(all_steps, steps)
     partial_sums = None
     if need_parameters:
-        partial_sums = torch.empty(chunks, 5, channels, dtype=dtype, device=x.device)
-    # The gradients by T, which the programs of a token's other channels send to its witnesses.
-    rows = torch.empty(blocks, outer, dtype=dtype, device=x.device) if count else None
+        size = (chunks, 6 if many else 5, channels)
+        partial_sums = torch.empty(size, dtype=dtype, device=x.device)
+    # The gradients by T, which the programs of a token's other channels send to its few witnesses.
+    rows = torch.empty(blocks, outer, dtype=dtype, device=x.device) if few else None
     inputs = parameters._replace(constant=form.constant(parameters.constant))
     witnesses = _channels(form.witnesses, x.device)
     # The bias has no part in any gradient.
     tensors = (grad, x, *inputs[:4], witnesses, inputs.log_gain, grad_x)
     options = {
         "FUNCTION": int(form.function),
-        "WITNESSES": count,
+        "WITNESSES": few,
         **per_channel(inputs),
         "num_warps": 4,
     }
+    term_gain, sums_of_rows = None, None
+    if many:
+        term_gain = _term_gain(form, x, parameters)
+        sums_of_rows = _row_sums(form, grad, x, inputs, term_gain)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         backward_kernel[(chunks * blocks,)](
-            *(*tensors, partial_sums, rows),
+            *(*tensors, partial_sums, rows, term_gain, sums_of_rows),
             *(outer, channels, inner, steps, all_steps, form.scale),
             **options,
             CHANNELS_LAST=inner == 1,
             BLOCK_ROWS=block_rows,
             BLOCK_COLUMNS=block_columns,
         )
-        if count:
-            height = max(_BACKWARD_TILE // 4 // power_of_2(count), 1)
+        if few:
+            height = max(_BACKWARD_TILE // 4 // power_of_2(few), 1)
             all_steps = ceil_divide(outer, height)
             steps = ceil_divide(all_steps, _PROGRAMS)
-            size = (ceil_divide(all_steps, steps), 2, count)
+            size = (ceil_divide(all_steps, steps), 2, few)
             of_witnesses = torch.empty(size, dtype=dtype, device=x.device)
             witness_kernel[(len(of_witnesses),)](
                 *(*tensors, of_witnesses, rows),
                 *(outer, channels, blocks, steps, all_steps, form.scale),
                 **options,
                 BLOCK_ROWS=height,
-                BLOCK_WITNESSES=power_of_2(count),
+                BLOCK_WITNESSES=power_of_2(few),
             )
         if partial_sums is None:
             return grad_x, None
         sums = torch.empty(kinds, channels, dtype=dtype, device=x.device)
-        reduce_kernel[(ceil_divide(channels, 64), 5)](
+        kinds_summed = partial_sums.shape[1]
+        reduce_kernel[(ceil_divide(channels, 64), kinds_summed)](
             partial_sums,
             sums,
             chunks,
@@ -197,11 +212,15 @@ def backward(
             WITH_SHIFT=inputs.shift is not None,
             WITH_CENTER=inputs.center is not None,
             WITH_WEIGHT=inputs.weight is not None,
+            KINDS=kinds_summed,
             BLOCK_CHUNKS=32,
             BLOCK_CHANNELS=64,
             num_warps=4,
         )
-    if count:
+    if many:
+        # From the channels' order to that of the witnesses.
+        sums[5, :many] = sums[5, witnesses]
+    if few:
         of_gains, of_centers = of_witnesses.sum(0)
         sums[5, :count] = of_gains
         if inputs.center is not None:
@@ -236,6 +255,45 @@ def gradients(
             total = sums[role].sum()
         results.append(total.reshape(parameter.shape).to(parameter.dtype))
     return results
+
+
+def _few_or_many(form: Form) -> tuple[int, int]:
+    """Return the number of witnesses, and 0 for the other way in which they are computed."""
+    count = len(form.witnesses)
+    return (count, 0) if count <= _MOST_FEW else (0, count)
+
+
+def _term_gain(form: Form, x: Tensor, parameters: Parameters) -> Tensor:
+    """Return the gain of each channel's square in the sum of a row: 0 if it is no witness."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    gains = torch.zeros(form.channels, dtype=dtype, device=x.device)
+    witnesses = _channels(form.witnesses, x.device)
+    assert witnesses is not None
+    if parameters.log_gain is None:
+        return gains.index_fill_(0, witnesses, 1.0)
+    return gains.index_copy_(0, witnesses, parameters.log_gain.detach().to(dtype).exp())
+
+
+def _row_sums(
+    form: Form, grad: Tensor | None, x: Tensor, inputs: Parameters, term_gain: Tensor
+) -> Tensor:
+    """Return what ``rows_kernel`` adds up along each row, with the gradients by T for ``grad``."""
+    from dynorm.kernels._triton_kernels import rows_kernel
+
+    rows = x.numel() // form.channels
+    columns = min(power_of_2(form.channels), _WIDEST)
+    height = max(min(_BACKWARD_TILE // columns, power_of_2(rows)), 1)
+    sums = torch.empty(3 if grad is None else 5, rows, dtype=term_gain.dtype, device=x.device)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        rows_kernel[(ceil_divide(rows, height),)](
+            *(grad, x, *inputs[:4], term_gain, sums, rows, form.channels, form.scale),
+            FUNCTION=int(form.function),
+            **per_channel(inputs),
+            BLOCK_ROWS=height,
+            BLOCK_COLUMNS=columns,
+            num_warps=4,
+        )
+    return sums
 
 
 @lru_cache(maxsize=1024)

@@ -127,6 +127,48 @@ def of_rows(
 
 
 @triton.jit
+def terms_of(u, gain):
+    """Compute ``gain * u**2``; 0 where the gain is 0, also for NaN."""
+    return tl.where(gain == 0, 0.0, u * gain * u)
+
+
+@triton.jit
+def without(term, total, rest):
+    """Compute a row's sum without a term, where ``rest`` is the sum without its largest term.
+
+    The difference keeps its digits as long as the term is at most half of the sum. At most one term
+    is more than that: the largest.
+    """
+    return tl.where(term > rest, rest, total - term)
+
+
+@triton.jit
+def of_many(constant, term, row, rows, sums_ptr, FUNCTION: tl.constexpr):
+    """Compute what :func:`of_sums` does, from the sums that ``rows_kernel`` has stored."""
+    inside = row < rows
+    unit = tl.load(sums_ptr + row, inside, other=1.0)
+    total = tl.load(sums_ptr + rows + row, inside, other=0.0)
+    rest = tl.load(sums_ptr + 2 * rows + row, inside, other=0.0)
+    return of_sums(constant, term, unit, total, rest, FUNCTION)
+
+
+@triton.jit
+def of_sums(constant, term, unit, total, rest, FUNCTION: tl.constexpr):
+    """Compute what :func:`of_rows` does, from T and T without its largest term.
+
+    All are in the row's unit, by which u is multiplied, and so is the constant that is returned.
+    """
+    if FUNCTION == 0:
+        constant, root = constant * (unit * unit) + without(term, total, rest), 1.0
+    else:
+        square = (RATIO_OF_DERF if FUNCTION == 2 else 1.0) * (constant * constant) * total
+        square += unit * unit
+        root = 1.0 / tl.sqrt(square) if square.dtype == tl.float64 else tl.rsqrt(square)
+        constant = constant * root
+    return constant, root
+
+
+@triton.jit
 def by_total(by_constant, constant, FUNCTION: tl.constexpr):
     """Compute the derivative by T from that by a row's constant."""
     if FUNCTION != 0:

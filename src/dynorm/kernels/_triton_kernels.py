@@ -17,8 +17,11 @@ from dynorm.kernels._triton_functions import (
     clamped,
     derivatives,
     limit,
+    of_many,
     of_rows,
+    of_sums,
     parameter,
+    terms_of,
     value,
 )
 
@@ -33,6 +36,8 @@ def forward_kernel(
     bias_ptr,
     witness_ptr,
     log_gain_ptr,
+    term_gain_ptr,
+    sums_ptr,
     y_ptr,
     rows,
     columns,
@@ -82,6 +87,11 @@ def forward_kernel(
             *(CENTERS, WITNESSES, FUNCTION, COMPUTE),
         )
         u = clamped(u)
+    if term_gain_ptr is not None:
+        unit = tl.load(sums_ptr + row, row < rows, other=1.0)
+        u = clamped(u) * unit
+        term = terms_of(u, tl.load(term_gain_ptr + channel, inside, other=0.0))
+        constant, _ = of_many(constant, term, row, rows, sums_ptr, FUNCTION)
     y = value(u, constant, shift, FUNCTION, NARROW) * gain
     if bias_ptr is not None:
         y += parameter(bias_ptr, channel, inside, True, COMPUTE)
@@ -101,6 +111,8 @@ def backward_kernel(
     grad_x_ptr,
     partial_ptr,
     rows_ptr,
+    term_gain_ptr,
+    sums_ptr,
     outer,
     channels,
     inner,
@@ -121,13 +133,15 @@ def backward_kernel(
     A program keeps to its channels, so that parameters are loaded once and sums stay in registers.
 
     The sums go to ``partial[chunk, kind, channel]``; the kinds are constant, shift, center, weight
-    and bias. With witnesses the gradient by T of these channels goes to ``rows[block, token]``: the
-    rest is :func:`witness_kernel`'s.
+    and bias. With few witnesses the gradient by T of these channels goes to ``rows[block, token]``:
+    the rest is :func:`witness_kernel`'s. With many, :func:`rows_kernel` has added it up in
+    ``sums``, and there is a sixth kind: the gradient of the logarithm of each channel's gain.
     """
     COMPUTE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     NARROW: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
     SUMMED: tl.constexpr = 0 if CHANNELS_LAST else 1
     BLOCK_CHANNELS: tl.constexpr = BLOCK_COLUMNS if CHANNELS_LAST else BLOCK_ROWS
+    KINDS: tl.constexpr = 5 if term_gain_ptr is None else 6
     blocks = tl.cdiv(channels, BLOCK_CHANNELS)
     program = tl.program_id(0).to(tl.int64)
     chunk = program // blocks
@@ -137,6 +151,8 @@ def backward_kernel(
     constant = parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE)
     shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
     gain = tl.full([], scale, COMPUTE) * parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
+    if term_gain_ptr is not None:
+        term_gain = tl.load(term_gain_ptr + channel, inside, other=0.0)
 
     # One accumulator per element of the tile, added up after the last step: no exchange between
     # threads on the way.
@@ -145,6 +161,8 @@ def backward_kernel(
     sum_slope = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
     sum_value = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
     sum_grad = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
+    sum_seen = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
+    sum_gain = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
     first = chunk * steps
     for step in range(first, tl.minimum(first + steps, all_steps)):
         if CHANNELS_LAST:
@@ -187,12 +205,32 @@ def backward_kernel(
             by_constant = by_constant * root * root * root
             row_sum = tl.expand_dims(tl.sum(by_row, 1), 1)
             tl.store(rows_ptr + (program % blocks) * outer + token, row_sum, token < outer)
+        elif term_gain_ptr is not None:
+            token_inside = token < outer
+            unit = tl.load(sums_ptr + token, token_inside, other=1.0)
+            bounded = clamped(u) * unit
+            term = terms_of(bounded, term_gain)
+            of_row, root = of_many(constant, term, token, outer, sums_ptr, FUNCTION)
+            f, slope, by_constant, by_shift = derivatives(bounded, of_row, shift, FUNCTION, NARROW)
+            by_this_total = grad * (gain * by_total(by_constant, of_row, FUNCTION))
+            all_others = tl.load(sums_ptr + 3 * outer + token, token_inside, other=0.0)
+            if FUNCTION == 0:
+                rest = tl.load(sums_ptr + 2 * outer + token, token_inside, other=0.0)
+                by_rest = tl.load(sums_ptr + 4 * outer + token, token_inside, other=0.0)
+                all_others = tl.where(term > rest, by_rest, all_others - by_this_total)
+            # By where: a product with 0 would make NaN of a sum that is not finite.
+            half = tl.where(mask & (term_gain != 0), term_gain * bounded * all_others, 0.0)
+            within = tl.abs(u) <= limit(u)
+            slope = tl.where(within, slope * unit, 0.0)
+            seen = tl.where(within, 2.0 * half * unit, 0.0)
+            by_constant = by_constant * root * root * root * (unit * unit)
         else:
             f, slope, by_constant, by_shift = derivatives(u, constant, shift, FUNCTION, NARROW)
         if grad_x_ptr is not None:
-            tl.store(
-                grad_x_ptr + offset, (grad * (gain * slope)).to(grad_x_ptr.dtype.element_ty), mask
-            )
+            of_x = grad * (gain * slope)
+            if term_gain_ptr is not None:
+                of_x += seen
+            tl.store(grad_x_ptr + offset, of_x.to(grad_x_ptr.dtype.element_ty), mask)
         if partial_ptr is not None:
             sum_constant += grad * by_constant
             sum_grad += grad
@@ -202,12 +240,15 @@ def backward_kernel(
                 sum_slope += grad * slope
             if weight_ptr is not None:
                 sum_value += grad * f
+            if term_gain_ptr is not None:
+                sum_seen += seen
+                sum_gain += half * bounded
 
     # Partial sums and a second kernel rather than atomics, whose order, and so whose rounding,
     # differs in every run.
     if partial_ptr is not None:
         valid = channel_list < channels
-        target = partial_ptr + chunk * 5 * channels + channel_list
+        target = partial_ptr + chunk * KINDS * channels + channel_list
         # Weight and scale do not vary along a sum: they are multiplied in once.
         gain = tl.full([], scale, COMPUTE)
         if weight_ptr is not None:
@@ -217,8 +258,124 @@ def backward_kernel(
         if shift_ptr is not None:
             tl.store(target + channels, tl.sum(sum_shift, SUMMED) * gain, valid)
         if center_ptr is not None:
-            tl.store(target + 2 * channels, -tl.sum(sum_slope, SUMMED) * gain, valid)
+            of_center = -tl.sum(sum_slope, SUMMED) * gain
+            if term_gain_ptr is not None:
+                of_center -= tl.sum(sum_seen, SUMMED)
+            tl.store(target + 2 * channels, of_center, valid)
+        if term_gain_ptr is not None:
+            tl.store(target + 5 * channels, tl.sum(sum_gain, SUMMED), valid)
         tl.store(target + 4 * channels, tl.sum(sum_grad, SUMMED), valid)
+
+
+@triton.jit
+def sum_terms(
+    x_ptr,
+    center_ptr,
+    term_gain_ptr,
+    row,
+    rows,
+    channels,
+    unit,
+    CENTERS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Sum the terms of some rows, multiplied by ``unit**2``: in all, and without the largest."""
+    largest = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
+    rest = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
+    place = tl.arange(0, BLOCK_COLUMNS)[None, :]
+    for first in range(0, channels, BLOCK_COLUMNS):
+        channel = first + place
+        inside = channel < channels
+        offset = row * channels + channel
+        u = tl.load(x_ptr + offset, (row < rows) & inside, other=0.0).to(COMPUTE)
+        u = clamped(u - parameter(center_ptr, channel, inside, CENTERS, COMPUTE)) * unit
+        term = terms_of(u, tl.load(term_gain_ptr + channel, inside, other=0.0))
+        # NaN is not larger, and so comes to the rest.
+        larger = term > largest
+        rest += tl.where(larger, largest, term)
+        largest = tl.where(larger, term, largest)
+    at_largest = tl.expand_dims(tl.argmax(largest, 1), 1)
+    other = tl.where(place == at_largest, 0.0, largest)
+    of_rest = tl.expand_dims(tl.sum(rest + other, 1), 1)
+    return of_rest + tl.expand_dims(tl.max(largest, 1), 1), of_rest
+
+
+@triton.jit
+def rows_kernel(
+    grad_ptr,
+    x_ptr,
+    constant_ptr,
+    shift_ptr,
+    center_ptr,
+    weight_ptr,
+    term_gain_ptr,
+    sums_ptr,
+    rows,
+    channels,
+    scale: tl.float64,
+    FUNCTION: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+    SHIFTS: tl.constexpr,
+    CENTERS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Add up along each row, of many witnesses; no row is divided over programs.
+
+    ``sums[kind, row]`` gets the unit by which u is multiplied, so that no square overflows; T, and T
+    without its largest term; and with ``grad`` the gradient by T of all channels, and that of all but
+    the one with the largest term, if this is more than half of T.
+    """
+    COMPUTE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    NARROW: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    unit = tl.full([BLOCK_ROWS, 1], 1.0, COMPUTE)
+    total, rest = sum_terms(
+        *(x_ptr, center_ptr, term_gain_ptr, row, rows, channels, unit),
+        *(CENTERS, COMPUTE, BLOCK_ROWS, BLOCK_COLUMNS),
+    )
+    large = total >= limit(total)
+    if tl.max(tl.max(large.to(tl.int32), 1), 0) > 0:
+        # 2**-40 and 2**-400: small enough for the squares of all channels at their limit.
+        small = 3.872591914849318e-121 if total.dtype == tl.float64 else 9.094947017729282e-13
+        unit = tl.where(large, tl.full([BLOCK_ROWS, 1], small, COMPUTE), unit)
+        total, rest = sum_terms(
+            *(x_ptr, center_ptr, term_gain_ptr, row, rows, channels, unit),
+            *(CENTERS, COMPUTE, BLOCK_ROWS, BLOCK_COLUMNS),
+        )
+    tl.store(sums_ptr + row, unit, row < rows)
+    tl.store(sums_ptr + rows + row, total, row < rows)
+    tl.store(sums_ptr + 2 * rows + row, rest, row < rows)
+    if grad_ptr is not None:
+        by_rest = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
+        by_largest = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
+        for first in range(0, channels, BLOCK_COLUMNS):
+            channel = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
+            inside = channel < channels
+            mask = (row < rows) & inside
+            offset = row * channels + channel
+            grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
+            u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
+            u = clamped(u - parameter(center_ptr, channel, inside, CENTERS, COMPUTE)) * unit
+            term = terms_of(u, tl.load(term_gain_ptr + channel, inside, other=0.0))
+            constant = parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE)
+            shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
+            gain = tl.full([], scale, COMPUTE) * parameter(
+                weight_ptr, channel, inside, True, COMPUTE, 1.0
+            )
+            of_row, _ = of_sums(constant, term, unit, total, rest, FUNCTION)
+            _, _, by_constant, _ = derivatives(u, of_row, shift, FUNCTION, NARROW)
+            by_this_total = tl.where(
+                mask, grad * (gain * by_total(by_constant, of_row, FUNCTION)), 0.0
+            )
+            by_rest += tl.where(term > rest, 0.0, by_this_total)
+            by_largest += tl.where(term > rest, by_this_total, 0.0)
+        of_rest = tl.expand_dims(tl.sum(by_rest, 1), 1)
+        of_all = of_rest + tl.expand_dims(tl.sum(by_largest, 1), 1)
+        tl.store(sums_ptr + 3 * rows + row, of_all, row < rows)
+        tl.store(sums_ptr + 4 * rows + row, of_rest, row < rows)
 
 
 @triton.jit
@@ -330,6 +487,7 @@ def reduce_kernel(
     WITH_SHIFT: tl.constexpr,
     WITH_CENTER: tl.constexpr,
     WITH_WEIGHT: tl.constexpr,
+    KINDS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
@@ -338,17 +496,17 @@ def reduce_kernel(
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     valid = channel < channels
     total = tl.zeros([BLOCK_CHUNKS, BLOCK_CHANNELS], sums_ptr.dtype.element_ty)
-    # Constant and bias are always summed.
+    # Constant, bias and, of many witnesses, gains are always summed.
     present = (
         (kind == 0)
         | ((kind == 1) & WITH_SHIFT)
         | ((kind == 2) & WITH_CENTER)
         | ((kind == 3) & WITH_WEIGHT)
-        | (kind == 4)
+        | (kind >= 4)
     )
     if present:
         for first in range(0, chunks, BLOCK_CHUNKS):
             chunk = (first + tl.arange(0, BLOCK_CHUNKS)[:, None]).to(tl.int64)
-            source = partial_ptr + (chunk * 5 + kind) * channels + channel[None, :]
+            source = partial_ptr + (chunk * KINDS + kind) * channels + channel[None, :]
             total += tl.load(source, (chunk < chunks) & valid[None, :], other=0.0)
     tl.store(sums_ptr + kind.to(tl.int64) * channels + channel, tl.sum(total, 0), valid)

@@ -114,11 +114,15 @@ struct Parameters {
   static Vector one(const void* p) { return C::splat_of(*(const Number*)p); }
   static Vector many(const void* p, std::int64_t j) { return load((const Number*)p + j); }
   Vector constant(std::int64_t j) const { return kLayout == kRows ? many(period.constant, j) : constant_; }
+  // With witnesses it may depend on u.
+  Vector constant(std::int64_t j, Vector) const { return constant(j); }
   Vector shift(std::int64_t j) const { return kLayout == kRows ? many(period.shift, j) : shift_; }
   Vector center(std::int64_t j) const { return kLayout == kRows ? many(period.center, j) : center_; }
   Vector centered(Vector x, std::int64_t j) const { return kLayout == kRowsPlain ? x : x - center(j); }
   Vector gain(std::int64_t j) const { return kLayout == kRun ? gain_ : many(period.gain, j); }
   Vector bias(std::int64_t j) const { return kLayout == kRun ? bias_ : many(period.bias, j); }
+  // Of many witnesses.
+  Vector term_gain(std::int64_t j) const { return many(period.term_gain, j); }
   Vector slope_gain(std::int64_t j) const { return kLayout == kRun ? slope_gain_ : many(period.slope_gain, j); }
   // Where results are known otherwise.
   template <class Some>
@@ -138,7 +142,7 @@ __attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::in
     Vector u[kAtOnce], constant[kAtOnce], shift[kAtOnce], f[kAtOnce];
     for (int k = 0; k < kAtOnce; ++k) {
       const std::int64_t i = j + k * C::lanes;
-      u[k] = p.centered(load(x + i), i), constant[k] = p.constant(i), shift[k] = p.shift(i);
+      u[k] = p.centered(load(x + i), i), constant[k] = p.constant(i, u[k]), shift[k] = p.shift(i);
     }
     add_squares<F>(u, constant);
     for (int k = 0; k < kAtOnce; ++k) f[k] = value_of<F, T>(u[k], constant[k], shift[k]);
@@ -153,7 +157,7 @@ __attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::in
     }
   }
   auto one = [&](Vector a) {
-    Vector u[1] = {p.centered(a, j)}, constant[1] = {p.constant(j)};
+    Vector u[1] = {p.centered(a, j)}, constant[1] = {p.constant(j, u[0])};
     add_squares<F>(u, constant);
     Vector f[1] = {C::muladd(value_of<F, T>(u[0], constant[0], p.shift(j)), p.gain(j), p.bias(j))};
     if (streamed) p.settle(f, j);
@@ -295,12 +299,19 @@ void backward_run(const void* x_, const void* grad_, void* grad_x_, std::int64_t
 
 #include "witnesses.h"
 
+#include "many_witnesses.h"
+
 template <int F, class T, int kLayout>
 void fill_rows(Kernels& table, Dtype dtype) {
   table.forward[F][dtype][kLayout] = forward<F, T, kLayout>;
   table.backward_rows[F][dtype][kLayout] = backward_rows<F, T, kLayout>;
-  table.forward[F][dtype][kLayout + kTold] = forward_told<F, T, kLayout>;
-  table.backward_rows[F][dtype][kLayout + kTold] = backward_told<F, T, kLayout>;
+  table.forward[F][dtype][kLayout + kFewLayouts] = forward_few<F, T, kLayout>;
+  table.backward_rows[F][dtype][kLayout + kFewLayouts] = backward_few<F, T, kLayout>;
+  // Without a centre these subtract 0, which costs less than more code.
+  if constexpr (kLayout != kRowsPlain) {
+    table.forward[F][dtype][kLayout + kManyLayouts] = forward_many<F, T, kLayout>;
+    table.backward_rows[F][dtype][kLayout + kManyLayouts] = backward_many<F, T, kLayout>;
+  }
 }
 
 template <int F, class T>

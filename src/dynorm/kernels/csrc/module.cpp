@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <new>
+#include <vector>
 
 #include "exchange.h"
 #include "plan.h"
@@ -31,6 +32,8 @@ const Kernels* best() {
 }
 
 std::int64_t integer(PyObject* value) { return PyLong_AsLongLong(value); }
+// As many as int counts.
+constexpr std::int32_t kMostWitnesses = INT32_MAX;
 void* address(PyObject* value) { return PyLong_AsVoidPtr(value); }
 
 // Pairs of an address and a code: the dtype, and 4 where there is more than one number.
@@ -41,11 +44,22 @@ void read(PyObject* const* arguments, Numbers* numbers, int count = dynorm::kRol
   }
 }
 
-// A tuple of channels; more of them than there are kernels for are none that fit.
+// A tuple of channels, into memory that the next call of this thread takes. None, or more of them than channels, do not
+// fit.
 void read_witnesses(PyObject* channels, Problem& problem) {
+  static thread_local std::vector<std::int64_t> memory;
   const Py_ssize_t count = PyTuple_Size(channels);
-  problem.witnesses = count < 1 || count > dynorm::kMostWitnesses ? -1 : static_cast<int>(count);
-  for (int i = 0; i < problem.witnesses; ++i) problem.witness[i] = integer(PyTuple_GetItem(channels, i));
+  problem.witnesses = -1;
+  if (count < 1 || count > problem.channels || count > kMostWitnesses) return;
+  try {
+    memory.resize(count);
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+    return;
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) memory[i] = integer(PyTuple_GetItem(channels, i));
+  problem.witnesses = static_cast<int>(count);
+  problem.witness = memory.data();
 }
 
 // function, logarithmic, dtype, size, channels, inner, scale, x, then the parameters.
@@ -54,7 +68,7 @@ constexpr Py_ssize_t kProblemArguments = 8 + 2 * dynorm::kRoles;
 Problem read_problem(PyObject* const* a) {
   Problem problem{static_cast<dynorm::Function>(integer(a[0])), integer(a[1]) != 0,
                   static_cast<dynorm::Dtype>(integer(a[2])), integer(a[3]), integer(a[4]), integer(a[5]),
-                  PyFloat_AsDouble(a[6]), address(a[7]), {}, 0, {}, {}};
+                  PyFloat_AsDouble(a[6]), address(a[7]), {}, 0, nullptr, {}};
   read(a + 8, problem.parameters);
   return problem;
 }
@@ -402,7 +416,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "dynorm.kernels._native", nullp
 PyMODINIT_FUNC PyInit__native() {
   chosen = best();
   PyObject* module = PyModule_Create(&definition);
-  if (module != nullptr && PyModule_AddIntConstant(module, "MOST_WITNESSES", dynorm::kMostWitnesses) < 0) {
+  if (module != nullptr && PyModule_AddIntConstant(module, "MOST_WITNESSES", kMostWitnesses) < 0) {
     Py_DECREF(module);
     return nullptr;
   }

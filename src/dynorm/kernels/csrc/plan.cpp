@@ -76,10 +76,11 @@ struct Plan {
   bool constants_differ, mixed;
   std::int64_t period;  // elements of a period, or of a run
   Number* at[kPlaces];  // one number a channel; of the first three maybe one in all
+  Number* term_gain;    // of each channel, where there are many witnesses
   Witnesses witnesses;
-  int given_as[kMostWitnesses];  // the places of the witnesses, which are in order here, in the problem
-  // The witnesses' parameters, their gains, and who is in whose sum.
-  alignas(64) Number columns[kPlaces + 1 + kMostWitnesses][kMostWitnesses];
+  int given_as[kMostFew];  // the places of the few witnesses, which are in order here, in the problem
+  // The few witnesses' parameters, their gains, and who is in whose sum.
+  alignas(64) Number columns[kPlaces + 1 + kMostFew][kMostFew];
 
   Plan(const Problem& given, bool backward) : problem(given), function(given.function) {
     const std::int64_t together = given.channels * given.inner;
@@ -90,11 +91,13 @@ struct Plan {
     static thread_local Buffer<Number> buffer;
     // The last vector is read whole.
     const std::int64_t padded = round_up(given.channels, kWidest);
-    Number* start = buffer.of(kPlaces * padded);
+    Number* start = buffer.of((kPlaces + 1) * padded);
     for (int place = 0; place < kPlaces; ++place) at[place] = start + place * padded;
+    term_gain = start + kPlaces * padded;
     read_constants(constants_differ ? given.channels : 1, backward);
     read_affine(padded, backward);
-    if (given.witnesses > 0) gather_witnesses(backward);
+    if (has_few()) gather_witnesses(backward);
+    if (has_many()) spread_gains(padded);
   }
 
   // A period of whole vectors, so that only the last row has a rest; and not too short. It may hold several tokens: what
@@ -145,22 +148,22 @@ struct Plan {
     Number* to[kPlaces];
     for (int place = 0; place < kPlaces; ++place) {
       to[place] = columns[place];
-      std::fill(to[place], to[place] + kMostWitnesses, Number{1});
+      std::fill(to[place], to[place] + kMostFew, Number{1});
     }
     Number *gain = columns[kPlaces], *others = columns[kPlaces + 1];
-    Number log_gain[kMostWitnesses];
+    Number log_gain[kMostFew];
     read_all(problem.log_gain, problem.witnesses, 0, log_gain);
     // In the order of a row.
     std::iota(given_as, given_as + problem.witnesses, 0);
     std::sort(given_as, given_as + problem.witnesses,
               [&](int a, int b) { return problem.witness[a] < problem.witness[b]; });
-    std::fill(gain + problem.witnesses, gain + kMostWitnesses, Number{0});
-    std::fill(witnesses.channel, witnesses.channel + kMostWitnesses, problem.witness[given_as[0]]);
+    std::fill(gain + problem.witnesses, gain + kMostFew, Number{0});
+    std::fill(witnesses.channel, witnesses.channel + kMostFew, problem.witness[given_as[0]]);
     for (int i = 0; i < problem.witnesses; ++i) {
       const std::int64_t c = witnesses.channel[i] = problem.witness[given_as[i]];
       for (int place = 0; place < kPlaces; ++place) to[place][i] = at[place][place < kAtGain && !constants_differ ? 0 : c];
       gain[i] = std::exp(log_gain[given_as[i]]);
-      for (int k = 0; backward && k < kMostWitnesses; ++k) others[i * kMostWitnesses + k] = i == k ? 0 : 1;
+      for (int k = 0; backward && k < kMostFew; ++k) others[i * kMostFew + k] = i == k ? 0 : 1;
       if (backward) at[kAtGain][c] = 0;
     }
     witnesses.gain = gain;
@@ -168,21 +171,33 @@ struct Plan {
     witnesses.columns = as_period(to);
   }
 
+  void spread_gains(std::int64_t padded) {
+    static thread_local Buffer<Number> buffer;
+    Number* log_gain = buffer.of(problem.witnesses);
+    read_all(problem.log_gain, problem.witnesses, 0, log_gain);
+    std::fill(term_gain, term_gain + padded, Number{0});
+    for (int i = 0; i < problem.witnesses; ++i) term_gain[problem.witness[i]] = std::exp(log_gain[i]);
+  }
+
   Number constant_of(std::int64_t c) const { return at[kAtConstant][constants_differ ? c : 0]; }
-  bool told() const { return problem.witnesses > 0; }
+  bool has_witnesses() const { return problem.witnesses > 0; }
+  bool has_few() const { return has_witnesses() && !has_many(); }
+  bool has_many() const { return problem.witnesses > kMostFew; }
 
   int layout() const {
     if (!mixed) return kRun;
     const int of_constants =
         constants_differ ? kRows : problem.parameters[kCenter].data == nullptr ? kRowsPlain : kRowsOneConstant;
-    return told() ? of_constants + kTold : of_constants;
+    if (has_many()) return std::max<int>(of_constants, kRowsOneConstant) + kManyLayouts;
+    return has_few() ? of_constants + kFewLayouts : of_constants;
   }
 
   // A period's worth of each parameter.
   Period rows() {
     if (period == problem.channels) {
       Period whole = as_period(at);
-      if (told()) whole.witnesses = &witnesses;
+      if (has_few()) whole.witnesses = &witnesses;
+      if (has_many()) whole.term_gain = term_gain;
       return whole;
     }
     static thread_local Buffer<Number> buffer;
@@ -257,7 +272,7 @@ void forward_as(const Kernels& kernels, const Problem& problem, void* y) {
 // gradients are that all channels share; else an array.
 enum Kept { kNothing, kWeighted, kWhole };
 struct Wanted {
-  Kept kept[kToldSums] = {};
+  Kept kept[kWitnessSums] = {};
   int arrays = 0;
   bool gains = false;  // those of the witnesses
 
@@ -268,14 +283,14 @@ struct Wanted {
     arrays += kept[sum] == kWhole;
   }
   bool any() const {
-    return gains || std::any_of(kept, kept + kToldSums, [](Kept k) { return k != kNothing; });
+    return gains || std::any_of(kept, kept + kWitnessSums, [](Kept k) { return k != kNothing; });
   }
 };
 
 // Sums over all of x: of each channel, and over the channels with their gains.
 struct Totals {
-  std::vector<double> whole[kToldSums];
-  double weighted[kToldSums] = {}, gains[kMostWitnesses] = {};
+  std::vector<double> whole[kWitnessSums], gains;
+  double weighted[kWitnessSums] = {};
 };
 
 // One call's backward pass over rows. A chunk of rows leaves few numbers, for one thread adds those of all chunks, and
@@ -289,9 +304,10 @@ struct Rows {
   void* grad_x;
   const Wanted& wanted;
   const std::int64_t period, padded;
-  const bool told = parameters.witnesses != nullptr;
-  const int sums_of_each = told ? kToldSums : kSums;
-  const std::int64_t length = sums_of_each * padded + (told ? kMostWitnesses : 0);
+  const bool has_witnesses = problem.witnesses > 0;
+  const int sums_of_each = has_witnesses ? kWitnessSums : kSums;
+  const std::int64_t gains_at = sums_of_each * padded;
+  const std::int64_t length = gains_at + (parameters.witnesses ? kMostFew : has_witnesses ? padded : 0);
 
   // Rows begin to end; `whole` gets the arrays that are kept, one after another, and `weighted` the weighted sums.
   void chunk(std::int64_t begin, std::int64_t end, Number* whole, double* weighted, double* gains) const {
@@ -308,7 +324,11 @@ struct Rows {
       for (std::int64_t i = 0; summed && in_blocks && i < length; ++i) longer[i] += sums[i];
     }
     if (!summed) return;
-    for (std::int64_t i = sums_of_each * padded, k = 0; i < length; ++i, ++k) gains[k] = in_blocks ? longer[i] : sums[i];
+    for (int k = 0; wanted.gains && k < problem.witnesses; ++k) {
+      // Of few witnesses there is one for each, in their order.
+      const std::int64_t i = gains_at + (parameters.witnesses ? k : problem.witness[k]);
+      gains[k] = in_blocks ? longer[i] : sums[i];
+    }
     for (int s = 0; s < sums_of_each; ++s) {
       if (in_blocks) {
         keep(s, longer.data() + s * padded, whole, weighted);
@@ -332,7 +352,7 @@ struct Rows {
       for (std::int64_t i = 0; i < period; ++i) whole[i] = static_cast<Number>(sum[i]);
     } else if (wanted.kept[s] == kWeighted) {
       // With witnesses the gain is in the terms.
-      weighted[s] = sum_of(period, [&](std::int64_t i) { return told ? sum[i] : static_cast<double>(gain[i]) * sum[i]; });
+      weighted[s] = sum_of(period, [&](std::int64_t i) { return has_witnesses ? sum[i] : static_cast<double>(gain[i]) * sum[i]; });
     }
   }
 };
@@ -356,17 +376,20 @@ Totals backward_rows(const Kernels& kernels, Plan<Number>& plan, const void* gra
   // Of this thread, though others write to it: a new one would be new pages for each call.
   static thread_local Buffer<Number> buffer;
   Number* whole = buffer.of(chunks * each);
-  double weighted[kMostChunks][kToldSums] = {}, gains[kMostChunks][kMostWitnesses] = {};
+  double weighted[kMostChunks][kWitnessSums] = {};
+  const int gains_per_chunk = wanted.gains ? problem.witnesses : 0;
+  std::vector<double> gains(chunks * gains_per_chunk);
   const BackwardRows kernel = kernels.backward_rows[plan.function][problem.dtype][plan.layout()];
   const Rows<Number> work{kernel, problem, plan.rows(), grad_y, grad_x, wanted, period, padded};
   parallel(chunks, chunk * period, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t k = begin; k < end; ++k) {
-      work.chunk(k * chunk, std::min(rows, (k + 1) * chunk), whole + k * each, weighted[k], gains[k]);
+      work.chunk(k * chunk, std::min(rows, (k + 1) * chunk), whole + k * each, weighted[k], gains.data() + k * gains_per_chunk);
     }
   });
   Totals totals;
-  for (std::int64_t k = 0; wanted.gains && k < chunks; ++k) {
-    for (int i = 0; i < problem.witnesses; ++i) totals.gains[i] += gains[k][i];
+  totals.gains.assign(gains_per_chunk, 0.0);
+  for (std::int64_t k = 0; k < chunks; ++k) {
+    for (int i = 0; i < gains_per_chunk; ++i) totals.gains[i] += gains[k * gains_per_chunk + i];
   }
   for (int s = 0, array = 0; s < work.sums_of_each; ++s) {
     for (std::int64_t k = 0; k < chunks; ++k) totals.weighted[s] += weighted[k][s];
@@ -424,10 +447,10 @@ void derive(const Plan<Number>& plan, const Totals& totals, const Wanted& wanted
   auto of_constant = [&](std::int64_t c) { return problem.logarithmic ? sign * halved * plan.constant_of(c) : sign; };
   auto of_shift = [&](std::int64_t) { return 1.0; };
   auto of_center = [&](std::int64_t c) {
-    return plan.told() || plan.function == kDyisruWide ? -1.0 : -double{plan.constant_of(c)};
+    return plan.has_witnesses() || plan.function == kDyisruWide ? -1.0 : -double{plan.constant_of(c)};
   };
   // With witnesses the gain is in the sums.
-  auto gain_of = [&](std::int64_t c) { return plan.told() ? Number{1} : plan.at[kAtGain][c]; };
+  auto gain_of = [&](std::int64_t c) { return plan.has_witnesses() ? Number{1} : plan.at[kAtGain][c]; };
   auto put_constant = [&](Role role, Sum sum, auto factor) {
     const Numbers& to = gradients[role];
     if (to.data == nullptr) return;
@@ -438,7 +461,7 @@ void derive(const Plan<Number>& plan, const Totals& totals, const Wanted& wanted
   };
   put_constant(kConstant, kSumMoment, of_constant);
   if (problem.function == kDerf) {
-    put_constant(kShift, plan.told() ? kSumShift : kSumSlope, of_shift);
+    put_constant(kShift, plan.has_witnesses() ? kSumShift : kSumSlope, of_shift);
   } else {
     put_all(gradients[kShift], problem.channels, [](std::int64_t) { return 0.0; });
   }
@@ -447,9 +470,11 @@ void derive(const Plan<Number>& plan, const Totals& totals, const Wanted& wanted
   put_all(gradients[kWeight], problem.channels, [&](std::int64_t c) { return problem.scale * value[c]; });
   put_all(gradients[kBias], problem.channels, [&](std::int64_t c) { return grad[c]; });
   // The sums are those of the gradients by T, up to a number, and T is the sum of gains times squares.
-  const double of_told = problem.function == kDerf ? -2 / kPi : -0.5;
+  const double of_sum = problem.function == kDerf ? -2 / kPi : -0.5;
   for (int i = 0; wanted.gains && i < problem.witnesses; ++i) {
-    put(wanted_of.log_gain, plan.given_as[i], 0.0 + of_told * plan.columns[kPlaces][i] * totals.gains[i]);
+    const int place = plan.has_few() ? plan.given_as[i] : i;
+    const double gain = plan.has_few() ? plan.columns[kPlaces][i] : plan.term_gain[problem.witness[i]];
+    put(wanted_of.log_gain, place, 0.0 + of_sum * gain * totals.gains[i]);
   }
 }
 
@@ -462,10 +487,10 @@ void backward_as(const Kernels& kernels, const Problem& problem, const void* gra
   wanted.add(kSumGrad, gradients[kBias], false);
   wanted.add(kSumValue, gradients[kWeight], false);
   wanted.add(kSumMoment, gradients[kConstant], !plan.constants_differ);
-  const Sum of_shift = plan.told() ? kSumShift : kSumSlope;
+  const Sum of_shift = plan.has_witnesses() ? kSumShift : kSumSlope;
   if (problem.function == kDerf) wanted.add(of_shift, gradients[kShift], !plan.constants_differ);
   wanted.add(kSumSlope, gradients[kCenter], !plan.constants_differ);
-  wanted.gains = plan.told() && wanted_of.log_gain.data != nullptr;
+  wanted.gains = plan.has_witnesses() && wanted_of.log_gain.data != nullptr;
   const Totals totals = plan.mixed ? backward_rows(kernels, plan, grad_y, grad_x, wanted)
                                    : backward_runs(kernels, plan, grad_y, grad_x);
   derive(plan, totals, wanted, wanted_of);

@@ -27,9 +27,9 @@ struct Problem {
   double scale;
   const void* x;
   Numbers parameters[kRoles];
-  // The witnesses' channels, and the logarithms of their gains; only where inner is 1.
+  // The witnesses' channels, each once, and the logarithms of their gains; only where inner is 1.
   int witnesses;
-  std::int64_t witness[kMostWitnesses];
+  const std::int64_t* witness;
   Numbers log_gain;
 };
 

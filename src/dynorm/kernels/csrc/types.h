@@ -16,11 +16,12 @@ enum Sum { kSumGrad = 0, kSumValue = 1, kSumMoment = 2, kSumSlope = 3, kSums = 4
 
 // With witnesses the constant is another one in every row, so that gain and constant are in the terms: kSumMoment holds
 // the gradient of the constant up to a number, kSumSlope the gradient of x, kSumShift that of the shift. After these
-// arrays come the sums of the gains' gradients, kMostWitnesses of them.
+// arrays comes one of the sums of the gains' gradients: kMostFew of them, or one for each channel.
 constexpr Sum kSumShift = Sum(4);
-constexpr int kToldSums = 5;
-// Up to the second, rows are looked at together.
-constexpr int kMostWitnesses = 16, kFew = 4;
+constexpr int kWitnessSums = 5;
+// Up to the first the witnesses are computed by themselves (witnesses.h), beyond with all channels (many_witnesses.h). Up
+// to the second, rows are looked at together.
+constexpr int kMostFew = 16, kVeryFew = 4;
 
 struct Witnesses;
 
@@ -33,16 +34,17 @@ struct Period {
   const void* gain;        // weight * scale
   const void* bias;
   const void* slope_gain;  // what grad_y and the function's slope are multiplied by to give grad_x
-  const Witnesses* witnesses = nullptr;
+  const Witnesses* witnesses = nullptr;  // where they are few
+  const void* term_gain = nullptr;       // where they are many: what u^2 has in the row's sum, 0 of other channels
 };
 
-// A row's witnesses, in the period's type, each array kMostWitnesses long. In the backward pass the period has a gain of
+// A row's few witnesses, in the period's type, each array kMostFew long. In the backward pass the period has a gain of
 // 0 where they stand: they are computed by themselves.
 struct Witnesses {
   int count;
-  std::int64_t channel[kMostWitnesses];  // in order, and then the first again
+  std::int64_t channel[kMostFew];  // in order, and then the first again
   const void* gain;    // g, the weight of each square; 0 where there is no witness
-  const void* others;  // kMostWitnesses rows: 1 where a witness is in another's sum, else 0
+  const void* others;  // kMostFew rows: 1 where a witness is in another's sum, else 0
   Period columns;      // the parameters of the witnesses' channels
 };
 
@@ -61,8 +63,8 @@ using BackwardRun = void (*)(const void* x, const void* grad, void* grad_x, std:
                              double* sums);
 
 // How a period's parameters are held: one of each; one constant and no centre, with a gain and a bias for each element;
-// one constant; several. The same three of rows, each with witnesses.
-enum Layout { kRun = 0, kRowsPlain = 1, kRowsOneConstant = 2, kRows = 3, kTold = 3, kLayouts = 7 };
+// one constant; several. The same three of rows, with few witnesses, and with many, where there may be a centre of 0.
+enum Layout { kRun = 0, kRowsPlain = 1, kRowsOneConstant = 2, kRows = 3, kFewLayouts = 3, kManyLayouts = 6, kLayouts = 10 };
 
 constexpr int kDtypes = 4;
 // The widest vector in numbers; periods are padded to it.

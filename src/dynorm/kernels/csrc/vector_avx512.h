@@ -9,6 +9,9 @@ inline V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (_
 // The bound where a is beyond it, else a; NaN stays NaN, the second operand is what comes then.
 inline V at_most(V a, float bound) { return (V)_mm512_min_ps(_mm512_set1_ps(bound), (__m512)a); }
 inline V at_least(V a, float bound) { return (V)_mm512_max_ps(_mm512_set1_ps(bound), (__m512)a); }
+// Of two vectors; the second where one of them is NaN.
+inline V lesser(V a, V b) { return (V)_mm512_min_ps((__m512)a, (__m512)b); }
+inline V greater(V a, V b) { return (V)_mm512_max_ps((__m512)a, (__m512)b); }
 // Whether any lane is above the bound, or NaN.
 inline bool any_above(V a, float bound) {
   return _mm512_cmp_ps_mask((__m512)a, _mm512_set1_ps(bound), _CMP_NLE_UQ) != 0;

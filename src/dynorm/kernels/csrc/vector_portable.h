@@ -9,6 +9,9 @@ inline V fma(V a, V b, V c) { return a * b + c; }
 // The bound where a is beyond it, else a; NaN stays NaN.
 inline V at_most(V a, float bound) { return a > bound ? splat(bound) : a; }
 inline V at_least(V a, float bound) { return a < bound ? splat(bound) : a; }
+// Of two vectors; the second where one of them is NaN.
+inline V lesser(V a, V b) { return a < b ? a : b; }
+inline V greater(V a, V b) { return a > b ? a : b; }
 // Whether any lane is above the bound, or NaN.
 inline bool any_above(V a, float bound) {
   return !(a[0] <= bound && a[1] <= bound && a[2] <= bound && a[3] <= bound);

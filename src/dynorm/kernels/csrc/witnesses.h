@@ -54,13 +54,13 @@ struct Effective {
   Vector constant, root;
 };
 template <int F, class C, class Vector>
-inline Effective<Vector> effective(Vector own, Vector told) {
+inline Effective<Vector> effective(Vector own, Vector sum) {
   if constexpr (kLeftOut<F>) {
-    return {own + told, own};
+    return {own + sum, own};
   } else {
     using Number = typename C::Number;
     const Vector square = kRatio<F> == 1 ? own : own * (Number)kRatio<F>;
-    const Vector root = over_root_of(capped<F, Number>(C::muladd(own * told, square, C::splat_of(1))));
+    const Vector root = over_root_of(capped<F, Number>(C::muladd(own * sum, square, C::splat_of(1))));
     return {own * root, root};
   }
 }
@@ -71,11 +71,11 @@ inline float number_of(Bfloat16 a) { return as_float((std::uint32_t)a.bits << 16
 
 // The witnesses of one row: u, each one's sum, and the sum that all other channels have.
 template <int F, class T>
-struct Told {
+struct RowSums {
   using C = typename ComputedIn<T>::Type;
   using Number = typename C::Number;
   using Vector = typename C::Vector;
-  alignas(64) Number u[kMostWitnesses] = {}, told[kMostWitnesses] = {}, total = 0;
+  alignas(64) Number u[kMostFew] = {}, without[kMostFew] = {}, total = 0;
 
   // at(i) is the number of witness i.
   template <class At>
@@ -89,21 +89,21 @@ struct Told {
   template <bool kBound, class At>
   void add_up(At at, const Witnesses& w) {
     const Number *center = (const Number*)w.columns.center, *gain = (const Number*)w.gain;
-    Number terms[kMostWitnesses], sum = 0;
+    Number terms[kMostFew], sum = 0;
     for (int i = 0; i < w.count; ++i) {
       u[i] = number_of(at(i)) - center[i];
       if (kBound) u[i] = bounded<F, Number>(u[i]);
       terms[i] = u[i] * gain[i] * u[i];
       if (kBound) terms[i] = capped<F, Number>(terms[i]);
-      told[i] = sum;
+      without[i] = sum;
       sum = sum + terms[i];
     }
     total = kBound ? capped<F, Number>(sum) : sum;
     sum = 0;
 #pragma GCC unroll 1
     for (int i = w.count - 1; i >= 0; --i) {
-      told[i] = kLeftOut<F> ? told[i] + sum : total;
-      if (kBound) told[i] = capped<F, Number>(told[i]);
+      without[i] = kLeftOut<F> ? without[i] + sum : total;
+      if (kBound) without[i] = capped<F, Number>(without[i]);
       sum = sum + terms[i];
     }
   }
@@ -116,25 +116,25 @@ struct Ahead {
   using C = typename ComputedIn<T>::Type;
   using Number = typename C::Number;
   static constexpr Number kLarge = (Number)Most<F, Number>::u;
-  // Those of a row begin kFew places after those of the last; 0 where there are no more rows.
-  alignas(64) T x[kMostWitnesses] = {};
-  alignas(64) Number totals[kMostWitnesses] = {};
-  alignas(64) T own[kMostWitnesses];
+  // Those of a row begin kVeryFew places after those of the last; 0 where there are no more rows.
+  alignas(64) T x[kMostFew] = {};
+  alignas(64) Number totals[kMostFew] = {};
+  alignas(64) T own[kMostFew];
 
-  static int rows_together(const Witnesses& w) { return C::lanes > 1 && w.count <= kFew ? C::lanes / kFew : 1; }
+  static int rows_together(const Witnesses& w) { return C::lanes > 1 && w.count <= kVeryFew ? C::lanes / kVeryFew : 1; }
 
   void take(const T* row, int place, const Witnesses& w) {
     // The first stands again where there are fewer.
 #pragma GCC unroll 4
-    for (int i = 0; i < kFew; ++i) x[place + i] = row[w.channel[i]];
-    for (int i = kFew; __builtin_expect(i < w.count, false); ++i) x[i] = row[w.channel[i]];
+    for (int i = 0; i < kVeryFew; ++i) x[place + i] = row[w.channel[i]];
+    for (int i = kVeryFew; __builtin_expect(i < w.count, false); ++i) x[i] = row[w.channel[i]];
   }
 
   void look(const Witnesses& w) {
     if constexpr (C::lanes > 1) {
-      if (w.count <= kFew) {
+      if (w.count <= kVeryFew) {
         if (__builtin_expect(!any_above(look_at_few(w), kLarge), true)) return;
-        for (int place = 0; place < C::lanes; place += kFew) {
+        for (int place = 0; place < C::lanes; place += kVeryFew) {
           if (!(totals[place] < kLarge)) look_at_row(place, w);
         }
         return;
@@ -160,12 +160,12 @@ struct Ahead {
   void look_at_row(int place, const Witnesses& w) {
     using Vector = typename C::Vector;
     const Parameters<C, kRows> columns{w.columns};
-    Told<F, T> told;
-    told.read([&](int i) { return x[place + i]; }, w);
-    totals[place] = told.total;
-    T some[kMostWitnesses];
+    RowSums<F, T> row_sums;
+    row_sums.read([&](int i) { return x[place + i]; }, w);
+    totals[place] = row_sums.total;
+    T some[kMostFew];
     for (int j = 0; kLeftOut<F> && j < w.count; j += C::lanes) {
-      Vector z[1] = {load(told.u + j)}, constant[1] = {columns.constant(j) + load(told.told + j)};
+      Vector z[1] = {load(row_sums.u + j)}, constant[1] = {columns.constant(j) + load(row_sums.without + j)};
       add_squares<F>(z, constant);
       store(some + j, C::muladd(value_of<F, T>(z[0], constant[0], columns.shift(j)), columns.gain(j), columns.bias(j)));
     }
@@ -176,8 +176,8 @@ struct Ahead {
   void write(T* y, int place, const Witnesses& w) const {
     // Backwards, because the first witness stands again where there are no more.
 #pragma GCC unroll 4
-    for (int i = kFew - 1; i >= 0; --i) y[w.channel[i]] = own[place + i];
-    for (int i = kFew; __builtin_expect(i < w.count, false); ++i) y[w.channel[i]] = own[i];
+    for (int i = kVeryFew - 1; i >= 0; --i) y[w.channel[i]] = own[place + i];
+    for (int i = kVeryFew; __builtin_expect(i < w.count, false); ++i) y[w.channel[i]] = own[i];
   }
 };
 
@@ -188,14 +188,14 @@ inline void set_lane(V& a, std::int64_t lane, float value) { a[lane] = value; }
 template <int F, class C, int kLayout>
 struct RowConstants {
   using Vector = typename C::Vector;
-  Vector told;
+  Vector sum_;
   Effective<Vector> shared;
 
   void set(const Parameters<C, kLayout>& p, typename C::Number sum) {
-    told = C::splat_of(sum), shared = effective<F, C>(p.constant_, told);
+    sum_ = C::splat_of(sum), shared = effective<F, C>(p.constant_, sum_);
   }
   Effective<Vector> at(const Parameters<C, kLayout>& p, std::int64_t j) const {
-    if constexpr (kLayout == kRows) return effective<F, C>(p.constant(j), told);
+    if constexpr (kLayout == kRows) return effective<F, C>(p.constant(j), sum_);
     return shared;
   }
 };
@@ -223,7 +223,7 @@ struct RowParameters {
       }
     }
   }
-  Vector constant(std::int64_t j) const { return row.at(p, j).constant; }
+  Vector constant(std::int64_t j, Vector) const { return row.at(p, j).constant; }
   Vector shift(std::int64_t j) const { return p.shift(j); }
   Vector gain(std::int64_t j) const { return p.gain(j); }
   Vector bias(std::int64_t j) const { return p.bias(j); }
@@ -236,7 +236,7 @@ struct RowParameters {
 };
 
 template <int F, class T, int kLayout>
-void forward_told(const void* x_, void* y_, std::int64_t n, std::int64_t length, const Period& period, bool streamed) {
+void forward_few(const void* x_, void* y_, std::int64_t n, std::int64_t length, const Period& period, bool streamed) {
   using C = typename ComputedIn<T>::Type;
   const T* x = (const T*)x_;
   T* y = (T*)y_;
@@ -249,21 +249,21 @@ void forward_told(const void* x_, void* y_, std::int64_t n, std::int64_t length,
   auto take = [&](std::int64_t row, Ahead<F, T>& block, int place) {
     if (row < rows) block.take(x + row * length, place, w);
   };
-  for (int row = 0; row < 2 * together; ++row) take(row, ahead[row / together], row % together * kFew);
+  for (int row = 0; row < 2 * together; ++row) take(row, ahead[row / together], row % together * kVeryFew);
   ahead[0].look(w);
   for (std::int64_t first = 0, block = 0; first < rows; first += together, ++block) {
     const Ahead<F, T>& here = ahead[block % 3];
     if (first + together < rows) ahead[(block + 1) % 3].look(w);
     for (int r = 0; r < together && first + r < rows; ++r) {
       const std::int64_t row = first + r;
-      take(row + 2 * together, ahead[(block + 2) % 3], r * kFew);
-      of_row.row.set(p, here.totals[r * kFew]);
-      of_row.own = here.own + r * kFew, of_row.next = 0;
+      take(row + 2 * together, ahead[(block + 2) % 3], r * kVeryFew);
+      of_row.row.set(p, here.totals[r * kVeryFew]);
+      of_row.own = here.own + r * kVeryFew, of_row.next = 0;
       if (streamed) {
         forward_row<F, T>(x + row * length, y + row * length, length, of_row, true);
       } else {
         forward_row<F, T>(x + row * length, y + row * length, length, of_row, false);
-        if constexpr (kLeftOut<F>) here.write(y + row * length, r * kFew, w);
+        if constexpr (kLeftOut<F>) here.write(y + row * length, r * kVeryFew, w);
       }
     }
   }
@@ -274,7 +274,7 @@ void forward_told(const void* x_, void* y_, std::int64_t n, std::int64_t length,
 // gain in them: the constant's is -2 times DyISRU's, that of T -2 / ratio times.
 template <class Vector>
 struct Partials {
-  Vector left, right, x, constant, told, shift;
+  Vector left, right, x, constant, sum, shift;
 };
 template <int F, class C, class Vector>
 __attribute__((always_inline)) inline Partials<Vector> partials(Vector u, Effective<Vector> e, Vector shift,
@@ -298,7 +298,7 @@ __attribute__((always_inline)) inline Partials<Vector> partials(Vector u, Effect
 }
 
 template <int F, class C, class Vector>
-__attribute__((always_inline)) inline void add(Vector (&sums)[kToldSums], Vector grad, const Partials<Vector>& d) {
+__attribute__((always_inline)) inline void add(Vector (&sums)[kWitnessSums], Vector grad, const Partials<Vector>& d) {
   sums[kSumGrad] = sums[kSumGrad] + grad;
   sums[kSumValue] = C::muladd(d.left, d.right, sums[kSumValue]);
   sums[kSumMoment] = sums[kSumMoment] + d.constant;
@@ -323,85 +323,85 @@ struct ColumnSums {
   using C = typename ComputedIn<T>::Type;
   using Number = typename C::Number;
   using Vector = typename C::Vector;
-  static constexpr int kVectors = kMostWitnesses / C::lanes;
-  Vector at[kVectors][kToldSums] = {}, gain[kVectors] = {};
+  static constexpr int kVectors = kMostFew / C::lanes;
+  Vector at[kVectors][kWitnessSums] = {}, gain[kVectors] = {};
 
   // The witnesses' columns of one row, `rest` being the gradient by T of all others.
-  void row(const Told<F, T>& told, const T* grad, T* grad_x, const Witnesses& w, Vector rest) {
+  void row(const RowSums<F, T>& row_sums, const T* grad, T* grad_x, const Witnesses& w, Vector rest) {
     const Parameters<C, kRows> columns{w.columns};
-    T some[kMostWitnesses] = {};
-    Number terms[kMostWitnesses];
+    T some[kMostFew] = {};
+    Number terms[kMostFew];
     Partials<Vector> d[kVectors];
-    Vector u[kVectors], g[kVectors], by_told[kVectors];
+    Vector u[kVectors], g[kVectors], by_sum[kVectors];
     for (int i = 0; i < w.count; ++i) some[i] = grad[w.channel[i]];
     for (int v = 0; v * (int)C::lanes < w.count; ++v) {
       const int j = v * C::lanes;
       g[v] = load(some + j);
-      const Effective<Vector> e = effective<F, C>(columns.constant(j), load(told.told + j));
-      u[v] = bounded<F, Number>(load(told.u + j));
+      const Effective<Vector> e = effective<F, C>(columns.constant(j), load(row_sums.without + j));
+      u[v] = bounded<F, Number>(load(row_sums.u + j));
       d[v] = partials<F, C>(u[v], e, columns.shift(j), columns.gain(j), g[v]);
-      store(terms + j, d[v].told);
+      store(terms + j, d[v].sum);
     }
-    for (int v = 0; v * (int)C::lanes < w.count; ++v) by_told[v] = rest;
+    for (int v = 0; v * (int)C::lanes < w.count; ++v) by_sum[v] = rest;
     for (int i = 0; i < w.count; ++i) {
       for (int v = 0; v * (int)C::lanes < w.count; ++v) {
         Vector other = C::splat_of(1);
-        if constexpr (kLeftOut<F>) other = load((const Number*)w.others + i * kMostWitnesses + v * C::lanes);
-        by_told[v] = C::muladd(C::splat_of(terms[i]), other, by_told[v]);
+        if constexpr (kLeftOut<F>) other = load((const Number*)w.others + i * kMostFew + v * C::lanes);
+        by_sum[v] = C::muladd(C::splat_of(terms[i]), other, by_sum[v]);
       }
     }
     for (int v = 0; v * (int)C::lanes < w.count; ++v) {
       const int j = v * C::lanes;
       const Vector ratio = C::splat_of((Number)kRatio<F>);
-      d[v].x = d[v].x - ratio * load((const Number*)w.gain + j) * u[v] * by_told[v];
+      d[v].x = d[v].x - ratio * load((const Number*)w.gain + j) * u[v] * by_sum[v];
       add<F, C>(at[v], g[v], d[v]);
-      gain[v] = gain[v] + u[v] * by_told[v] * u[v];
+      gain[v] = gain[v] + u[v] * by_sum[v] * u[v];
       store(some + j, d[v].x);
     }
     for (int i = 0; grad_x && i < w.count; ++i) grad_x[w.channel[i]] = some[i];
   }
 
   void write(Number* sums, std::int64_t padded, const Witnesses& w) const {
-    Number some[kToldSums + 1][kMostWitnesses];
+    Number some[kWitnessSums + 1][kMostFew];
     for (int v = 0; v < kVectors; ++v) {
-      for (int s = 0; s < kToldSums; ++s) store(some[s] + v * C::lanes, at[v][s]);
-      store(some[kToldSums] + v * C::lanes, gain[v]);
+      for (int s = 0; s < kWitnessSums; ++s) store(some[s] + v * C::lanes, at[v][s]);
+      store(some[kWitnessSums] + v * C::lanes, gain[v]);
     }
     for (int i = 0; i < w.count; ++i) {
-      for (int s = 0; s < kToldSums; ++s) sums[s * padded + w.channel[i]] = some[s][i];
-      sums[kToldSums * padded + i] = some[kToldSums][i];
+      for (int s = 0; s < kWitnessSums; ++s) sums[s * padded + w.channel[i]] = some[s][i];
+      sums[kWitnessSums * padded + i] = some[kWitnessSums][i];
     }
   }
 };
 
 // Some rows side by side, as backward_some.
 template <int F, class T, int kLayout, int kRowsTogether>
-__attribute__((always_inline)) inline void backward_told_some(const T* x, const T* grad, T* grad_x, std::int64_t n,
+__attribute__((always_inline)) inline void backward_few_some(const T* x, const T* grad, T* grad_x, std::int64_t n,
                                                               const Parameters<typename ComputedIn<T>::Type, kLayout>& p,
                                                               const Witnesses& w, ColumnSums<F, T>& columns,
                                                               typename ComputedIn<T>::Type::Number* sums,
                                                               std::int64_t padded) {
   using C = typename ComputedIn<T>::Type;
   using Vector = typename C::Vector;
-  Told<F, T> told[kRowsTogether];
+  RowSums<F, T> row_sums[kRowsTogether];
   RowConstants<F, C, kLayout> constants[kRowsTogether];
-  Vector by_told[kRowsTogether];
+  Vector by_sum[kRowsTogether];
   for (int k = 0; k < kRowsTogether; ++k) {
-    told[k].read([&](int i) { return x[k * n + w.channel[i]]; }, w);
-    constants[k].set(p, told[k].total);
-    by_told[k] = C::splat_of(0);
+    row_sums[k].read([&](int i) { return x[k * n + w.channel[i]]; }, w);
+    constants[k].set(p, row_sums[k].total);
+    by_sum[k] = C::splat_of(0);
   }
   auto at = [&](std::int64_t j, auto read, auto write) __attribute__((always_inline)) {
-    Vector here[kToldSums];
-    for (int s = 0; s < kToldSums; ++s) here[s] = sums ? load(sums + s * padded + j) : C::splat_of(0);
+    Vector here[kWitnessSums];
+    for (int s = 0; s < kWitnessSums; ++s) here[s] = sums ? load(sums + s * padded + j) : C::splat_of(0);
     for (int k = 0; k < kRowsTogether; ++k) {
       const Vector u = bounded<F, typename C::Number>(p.centered(read(x + k * n + j), j)), g = read(grad + k * n + j);
       const auto d = partials<F, C>(u, constants[k].at(p, j), p.shift(j), p.gain(j), g);
       add<F, C>(here, g, d);
-      by_told[k] = by_told[k] + d.told;
+      by_sum[k] = by_sum[k] + d.sum;
       if (grad_x) write(grad_x + k * n + j, d.x);
     }
-    for (int s = 0; sums && s < kToldSums; ++s) store(sums + s * padded + j, here[s]);
+    for (int s = 0; sums && s < kWitnessSums; ++s) store(sums + s * padded + j, here[s]);
   };
   std::int64_t j = 0;
   for (; j + C::lanes <= n; j += C::lanes) {
@@ -413,13 +413,13 @@ __attribute__((always_inline)) inline void backward_told_some(const T* x, const 
        [rest](T* to, Vector a) { store_some<C>(to, rest, a); });
   }
   for (int k = 0; k < kRowsTogether; ++k) {
-    const Vector others = C::splat_of(sum_of_lanes<typename C::Number>(by_told[k]));
-    columns.row(told[k], grad + k * n, grad_x ? grad_x + k * n : grad_x, w, others);
+    const Vector others = C::splat_of(sum_of_lanes<typename C::Number>(by_sum[k]));
+    columns.row(row_sums[k], grad + k * n, grad_x ? grad_x + k * n : grad_x, w, others);
   }
 }
 
 template <int F, class T, int kLayout>
-void backward_told(const void* x_, const void* grad_, void* grad_x_, std::int64_t rows, std::int64_t stride,
+void backward_few(const void* x_, const void* grad_, void* grad_x_, std::int64_t rows, std::int64_t stride,
                    std::int64_t, const Period& period, void* sums_, std::int64_t padded) {
   using C = typename ComputedIn<T>::Type;
   constexpr int kRowsTogether = kSideBySide<F, C>;
@@ -433,11 +433,11 @@ void backward_told(const void* x_, const void* grad_, void* grad_x_, std::int64_
   auto to = [&](std::int64_t i) { return grad_x ? grad_x + i : grad_x; };
   for (; row + kRowsTogether <= rows; row += kRowsTogether) {
     const std::int64_t i = row * stride;
-    backward_told_some<F, T, kLayout, kRowsTogether>(x + i, grad + i, to(i), stride, p, w, columns, sums, padded);
+    backward_few_some<F, T, kLayout, kRowsTogether>(x + i, grad + i, to(i), stride, p, w, columns, sums, padded);
   }
   for (; row < rows; ++row) {
     const std::int64_t i = row * stride;
-    backward_told_some<F, T, kLayout, 1>(x + i, grad + i, to(i), stride, p, w, columns, sums, padded);
+    backward_few_some<F, T, kLayout, 1>(x + i, grad + i, to(i), stride, p, w, columns, sums, padded);
   }
   if (sums) columns.write(sums, padded, w);
 }
