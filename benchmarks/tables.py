@@ -189,6 +189,59 @@ def draws_table() -> str:
     return "\n".join(lines)
 
 
+def explained_table() -> str:
+    """One row per function: the share of the outputs of 25 norms that it explains."""
+    document = load("explained")
+    lines = [
+        "| function | fitted | explained, mean of the norms | at the worst norm |",
+        "|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        name = "any function" if row["function"] == "any" else row["function"]
+        lines.append(f"| {name} | {row['constants']} | {row['mean']:.1%} | {row['least']:.1%} |")
+    for fitted, part in document["reported"].items():
+        lines.append(f"| evolved (2605.14047, a ViT-B) | {fitted} | {part:.1%} | |")
+    return "\n".join(lines)
+
+
+def untrained_table() -> str:
+    """One row per number of witnesses of the decoder: what it loses on each kind of text."""
+    kinds: list[str] = []
+    rows = [row for row in load("untrained")["rows"] if row["model"] == "smollm2"]
+    for row in rows:
+        kinds += [name for name, value in row.items() if "kl" in str(value) and name not in kinds]
+    kinds = [kind for kind in kinds if kind != "made_with"]
+    lines = [f"| witnesses | {' | '.join(kinds)} |", "|---|" + "---|" * len(kinds)]
+    for row in rows:
+        cells = []
+        for kind in kinds:
+            figures = row[kind]
+            cells.append(
+                f"{figures['loss_difference']:+.3f} / {figures['kl']:.3f} "
+                f"({figures['kl_worst_token']:.1f}) / {figures['agreement']:.0%}"
+            )
+        lines.append(f"| {row['witnesses']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def untrained_others_table() -> str:
+    """One row per model and number of witnesses: images and speech."""
+    lines = [
+        "| model | witnesses | cosine, mean / worst | neighbours | words |",
+        "|---|---|---|---|---|",
+    ]
+    for row in load("untrained")["rows"]:
+        if row["model"] == "dinov2":
+            cells = (
+                f"{row['cosine_mean']:.3f} / {row['cosine_min']:.3f} | {row['neighbours']:.0%} | "
+            )
+            lines.append(f"| DINOv2-small | {row['witnesses']} | {cells}|")
+        if row["model"] == "whisper":
+            cells = f"| | {row['word_agreement']:.0%}"
+            lines.append(f"| Whisper tiny.en | {row['witnesses']} | {cells} |")
+    return "\n".join(lines)
+
+
 def speech_table() -> str:
     """One row per stage of Whisper: its words and likeliest tokens beside the original's, and the right words."""
     found = load("speech")
@@ -513,6 +566,9 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed-operations": speed_operations,
     },
     "docs/witnesses.md": {
+        "explained": explained_table,
+        "untrained": untrained_table,
+        "untrained_others": untrained_others_table,
         "witnesses": witness_table,
         "decoder": decoder_table,
         "draws": draws_table,
