@@ -97,7 +97,7 @@ def test_massive_witnesses(instructions: str, function: int, massive: int) -> No
 
 
 def test_a_witness_s_own_sum_keeps_its_digits(instructions: str) -> None:
-    """The gradient of a witness a hundred thousand times the others is their sum, of which a difference has no digit."""
+    """A hundred thousand times the others: its gradient is their sum, of which a difference has no digit."""
     witnesses = tuple(range(20))
     x = torch.rand(8, 24) + 0.5
     for row in range(8):
