@@ -97,7 +97,7 @@ def test_massive_witnesses(instructions: str, function: int, massive: int) -> No
 
 
 def test_a_witness_s_own_sum_keeps_its_digits(instructions: str) -> None:
-    """The gradient of a witness 1e5 times the others is their sum, of which a difference has no digit."""
+    """A hundred thousand times the others: its gradient is their sum, of which a difference has no digit."""
     witnesses = tuple(range(20))
     x = torch.rand(8, 24) + 0.5
     for row in range(8):
@@ -174,7 +174,9 @@ def test_gradients_of_parameters_with_rare_rows(instructions: str, function: int
         if tensor.grad is None:
             continue
         size = max(1.0, float(tensor.grad.abs().max()))
-        assert_close(got, tensor.grad, rtol=2e-5, atol=2e-5 * size, msg=lambda m, n=name: f"{n}: {m}")
+        assert_close(
+            got, tensor.grad, rtol=2e-5, atol=2e-5 * size, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
@@ -313,7 +315,9 @@ def test_sixteen_and_seventeen_witnesses_agree(instructions: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "witnesses", [tuple(range(21)), (*range(19), 20), (*range(19), -1)], ids=["more", "beyond", "below"]
+    "witnesses",
+    [tuple(range(21)), (*range(19), 20), (*range(19), -1)],
+    ids=["more", "beyond", "below"],
 )
 def test_witnesses_that_do_not_fit_are_refused_before_memory_is_touched(
     witnesses: tuple[int, ...],

@@ -251,10 +251,14 @@ void forward_many(const void* x_, void* y_, std::int64_t n, std::int64_t length,
   using C = typename ComputedIn<T>::Type;
   const Parameters<C, kLayout> p{period};
   ManyParameters<F, T, kLayout> of_row{p, {}};
+  // A row is summed before the one before it is computed, so that no loop waits for the sum of a vector's lanes.
+  Parts<typename C::Number> next = {0, 0};
+  if (n >= length) next = sum_terms<F, T, kLayout>((const T*)x_, length, p);
   for (std::int64_t i = 0; i + length <= n; i += length) {
     const T* x = (const T*)x_ + i;
     T* y = (T*)y_ + i;
-    const auto parts = sum_terms<F, T, kLayout>(x, length, p);
+    const auto parts = next;
+    if (i + 2 * length <= n) next = sum_terms<F, T, kLayout>(x + length, length, p);
     if (__builtin_expect(!ordinary<F>(parts.total()), false)) {
       RareRow<F, T>(x, length, period, kLayout == kRows).forward(y, length);
       continue;

@@ -171,6 +171,7 @@ struct Plan {
     witnesses.columns = as_period(to);
   }
 
+  // Of many witnesses: a gain for every channel, 0 where it is no witness.
   void spread_gains(std::int64_t padded) {
     static thread_local Buffer<Number> buffer;
     Number* log_gain = buffer.of(problem.witnesses);
@@ -307,7 +308,10 @@ struct Rows {
   const bool has_witnesses = problem.witnesses > 0;
   const int sums_of_each = has_witnesses ? kWitnessSums : kSums;
   const std::int64_t gains_at = sums_of_each * padded;
-  const std::int64_t length = gains_at + (parameters.witnesses ? kMostFew : has_witnesses ? padded : 0);
+  // Few witnesses have a sum each, in their order; of many, every channel has one.
+  const bool has_few = parameters.witnesses != nullptr;
+  const std::int64_t sums_of_gains = has_few ? kMostFew : padded;
+  const std::int64_t length = gains_at + (has_witnesses ? sums_of_gains : 0);
 
   // Rows begin to end; `whole` gets the arrays that are kept, one after another, and `weighted` the weighted sums.
   void chunk(std::int64_t begin, std::int64_t end, Number* whole, double* weighted, double* gains) const {
@@ -325,8 +329,7 @@ struct Rows {
     }
     if (!summed) return;
     for (int k = 0; wanted.gains && k < problem.witnesses; ++k) {
-      // Of few witnesses there is one for each, in their order.
-      const std::int64_t i = gains_at + (parameters.witnesses ? k : problem.witness[k]);
+      const std::int64_t i = gains_at + (has_few ? k : problem.witness[k]);
       gains[k] = in_blocks ? longer[i] : sums[i];
     }
     for (int s = 0; s < sums_of_each; ++s) {
@@ -351,8 +354,10 @@ struct Rows {
     if (wanted.kept[s] == kWhole) {
       for (std::int64_t i = 0; i < period; ++i) whole[i] = static_cast<Number>(sum[i]);
     } else if (wanted.kept[s] == kWeighted) {
-      // With witnesses the gain is in the terms.
-      weighted[s] = sum_of(period, [&](std::int64_t i) { return has_witnesses ? sum[i] : static_cast<double>(gain[i]) * sum[i]; });
+      weighted[s] = sum_of(period, [&](std::int64_t i) {
+        // With witnesses the gain is in the terms.
+        return has_witnesses ? sum[i] : static_cast<double>(gain[i]) * sum[i];
+      });
     }
   }
 };
@@ -383,7 +388,8 @@ Totals backward_rows(const Kernels& kernels, Plan<Number>& plan, const void* gra
   const Rows<Number> work{kernel, problem, plan.rows(), grad_y, grad_x, wanted, period, padded};
   parallel(chunks, chunk * period, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t k = begin; k < end; ++k) {
-      work.chunk(k * chunk, std::min(rows, (k + 1) * chunk), whole + k * each, weighted[k], gains.data() + k * gains_per_chunk);
+      double* gains_here = gains.data() + k * gains_per_chunk;
+      work.chunk(k * chunk, std::min(rows, (k + 1) * chunk), whole + k * each, weighted[k], gains_here);
     }
   });
   Totals totals;
