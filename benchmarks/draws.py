@@ -79,7 +79,7 @@ class Decoder:
 
     def row(self, number: int, blocks: int) -> Row:
         """Calibrate a copy on a draw, and return its figures on every kind of text."""
-        recipe = Recipe(held_out=HELD_OUT).filled(language_model=True)
+        recipe = Recipe(held_out=HELD_OUT, witnesses=8).filled(language_model=True)
         model = copy.deepcopy(self.pretrained.model)
         batches = self.draw(number, blocks)
         started = time.perf_counter()

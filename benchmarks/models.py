@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import memory
+from dynorm.recipe import LANGUAGE
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,10 +36,13 @@ def models_table() -> str:
         _encoder(),
         _pure_encoder(),
         _lines(),
+        _untrained_decoder(),
         _decoder(8),
         _decoder(16),
         _byte_model(),
+        _untrained_images(),
         _images(),
+        _untrained_speech(),
         _speech(),
         _small_llama(),
         _large_llama(),
@@ -142,8 +146,8 @@ def _lines() -> list[str]:
 def _decoder(witnesses: int) -> list[str]:
     rows = [row for row in _load("decoder")["rows"] if row["witnesses"] == witnesses]
     last = max(rows, key=lambda row: row["tokens"])
-    options = "" if witnesses == 8 else f"--witnesses {witnesses} "
-    command = f"`dynorm convert MODEL OUT {options}--refine 0 --steps {last['steps']}`"
+    options = f"--witnesses {witnesses} --refine 0 --steps {last['steps']}"
+    command = f"`dynorm convert MODEL OUT {options}`"
     return _row(
         f"SmolLM2-135M-Instruct, decoder, {witnesses} witnesses",
         command,
@@ -152,6 +156,55 @@ def _decoder(witnesses: int) -> list[str]:
         calibrated=_two_losses(rows[0]),
         refined="not run",
         distilled=f"{_two_losses(last)} ({last['steps']} steps)",
+    )
+
+
+def _untrained(model: str) -> dict[str, Any]:
+    """Return the row of a model without training, with the default number of witnesses."""
+    [row] = [
+        row
+        for row in _load("untrained")["rows"]
+        if (row["model"], row["witnesses"]) == (model, LANGUAGE.witnesses)
+    ]
+    return row
+
+
+def _untrained_decoder() -> list[str]:
+    row = _untrained("smollm2")
+    return _row(
+        f"SmolLM2-135M-Instruct, decoder, {row['witnesses']} witnesses",
+        "`dynorm convert MODEL OUT --refine 0`",
+        "growth of the loss in nats per token: docstrings; language reference",
+        time=f"{row['seconds']} s to calibrate",
+        calibrated=_two_losses(row),
+        refined="not run",
+        distilled="not run",
+    )
+
+
+def _untrained_images() -> list[str]:
+    row = _untrained("dinov2")
+    return _row(
+        f"DINOv2-small, images, {row['witnesses']} witnesses",
+        "`dynorm convert MODEL OUT --images FILES --refine 0`",
+        "mean cosine to the original; same nearest neighbour; 96 photographs",
+        time=f"{row['seconds']} s to calibrate",
+        calibrated=f"{row['cosine_mean']:.3f}; {row['neighbours']:.0%}",
+        refined="not run",
+        distilled="not run",
+    )
+
+
+def _untrained_speech() -> list[str]:
+    row = _untrained("whisper")
+    return _row(
+        f"Whisper tiny.en, speech, {row['witnesses']} witnesses",
+        "`dynorm convert MODEL OUT --audio FILES --refine 0`",
+        "words equal to the original transcript, 12 synthetic files",
+        time=f"{row['seconds']} s to calibrate",
+        calibrated=f"{row['word_agreement']:.1%}",
+        refined="not run",
+        distilled="not run",
     )
 
 
@@ -196,7 +249,7 @@ def _speech() -> list[str]:
     first, last = document["rows"][0], document["rows"][-1]
     return _row(
         "Whisper tiny.en, speech, 8 witnesses",
-        f"`dynorm convert MODEL OUT --audio FILES --refine 0 --steps {last['steps']}`",
+        f"`dynorm convert MODEL OUT --audio FILES --witnesses 8 --refine 0 --steps {last['steps']}`",
         f"words equal to the original transcript, {document['held_out']} synthetic files",
         time=_processor_time(first, last),
         calibrated=f"{first['word_agreement']:.1%}",
