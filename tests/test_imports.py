@@ -42,7 +42,6 @@ TOOLS = (
     ("fit",),
     ("train",),
     ("fold",),
-    ("scale",),
     ("report",),
     ("hub", "parallel", "quantize"),
 )

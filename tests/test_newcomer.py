@@ -72,12 +72,12 @@ def test_the_verdict_on_default_constants_asks_for_calibration() -> None:
 
 @pytest.mark.parametrize("text", ["hello", ["hello", "world"]])
 def test_texts_have_to_be_tokens(text: Any) -> None:
-    with pytest.raises(DataError, match="turn texts into tokens with the model's tokenizer"):
+    with pytest.raises(DataError, match="turn texts into tokens"):
         dynorm.find_norms(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), text)
 
 
 def test_a_missing_folder_is_named() -> None:
-    with pytest.raises(StorageError, match="there is no such directory"):
+    with pytest.raises(StorageError, match="no such directory"):
         dynorm.load("convx")
 
 
