@@ -361,6 +361,51 @@ def test_layouts(
         assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@needs_kernels
+@pytest.mark.parametrize(
+    ("dim", "make"),
+    [
+        (-1, lambda: torch.randn(30)),
+        (-1, lambda: torch.randn(0, 30)),
+        (-1, lambda: torch.randn(4, 60)[:, ::2]),
+        (-1, lambda: torch.randn(30, 4).t()),
+        (1, lambda: torch.randn(2, 3, 5, 30).permute(0, 3, 1, 2)),
+    ],
+    ids=["one row", "empty", "every second", "transposed", "channels last in memory"],
+)
+@pytest.mark.parametrize("count", [17, 30])
+def test_many_witnesses_in_any_layout(
+    kind: type[PointwiseNorm],
+    count: int,
+    dim: int,
+    make: Any,
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to all channels, in no order."""
+    witnesses = tuple(torch.randperm(30)[:count].tolist())
+    layer = build(kind, 30, dim=dim, per_channel=True, center=True, witnesses=witnesses)
+    x = make()
+    got = with_gradients(layer, x)
+    assert calls == ["forward", "gradients"]
+    for a, b in zip(got, plainly(monkeypatch, layer, x), strict=True):
+        assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+def test_an_old_build_of_the_kernels_leaves_many_witnesses_to_the_definition(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_cpu, "most_witnesses", lambda: 16)
+    x = torch.randn(3, 20)
+    for count, served in ((16, ["forward"]), (17, [])):
+        layer = build(DyISRU, 20, witnesses=tuple(range(count)))
+        with torch.no_grad():
+            layer(x)
+        assert calls == served
+        calls.clear()
+
+
 # torch's own forward mode scripts its decompositions.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(

@@ -280,12 +280,16 @@ struct ManyRow {
   using C = typename ComputedIn<T>::Type;
   using Number = typename C::Number;
   using Vector = typename C::Vector;
+  Parts<Number> parts;
   ManyConstants<F, C, kLayout> constants;
   Vector moment, moment_of_rest;
 
+  // First for some rows, so that no loop waits for the sum of a vector's lanes; then the moments.
+  void read_terms(const T* x, std::int64_t n, const Parameters<C, kLayout>& p) {
+    parts = sum_terms<F, T, kLayout>(x, n, p);
+  }
   // False where the row is rare.
-  bool read(const T* x, const T* grad, std::int64_t n, const Parameters<C, kLayout>& p) {
-    const auto parts = sum_terms<F, T, kLayout>(x, n, p);
+  bool read_moments(const T* x, const T* grad, std::int64_t n, const Parameters<C, kLayout>& p) {
     if (!ordinary<F>(parts.total())) return false;
     constants.set(p, parts);
     Vector all = C::splat_of(0), dominant = C::splat_of(0);
@@ -354,11 +358,11 @@ void backward_many(const void* x_, const void* grad_, void* grad_x_, std::int64_
   for (std::int64_t row = 0; row < rows;) {
     const T *x = (const T*)x_ + row * stride, *grad = (const T*)grad_ + row * stride;
     T* grad_x = grad_x_ ? (T*)grad_x_ + row * stride : nullptr;
+    const std::int64_t left = rows - row;
+    const int count = left < kRowsTogether ? (int)left : kRowsTogether;
+    for (int k = 0; k < count; ++k) together[k].read_terms(x + k * stride, stride, p);
     int ready = 0;
-    while (ready < kRowsTogether && row + ready < rows &&
-           together[ready].read(x + ready * stride, grad + ready * stride, stride, p)) {
-      ++ready;
-    }
+    while (ready < count && together[ready].read_moments(x + ready * stride, grad + ready * stride, stride, p)) ++ready;
     if (ready == kRowsTogether) {
       backward_many_some<F, T, kLayout, kRowsTogether>(together, x, grad, grad_x, stride, p, sums, padded);
       row += kRowsTogether;
