@@ -77,9 +77,7 @@ def main() -> None:
     parser.add_argument(
         "--every", type=int, default=60, help="steps from one measurement to the next"
     )
-    parser.add_argument(
-        "--witnesses", type=int, default=8, help="per layer, at most"
-    )
+    parser.add_argument("--witnesses", type=int, default=8, help="per layer, at most")
     steps, every, witnesses = vars(parser.parse_args()).values()
     started = time.process_time()
     pretrained, original, _, fit, kinds = converted_decoder(witnesses)
