@@ -199,7 +199,7 @@ def _untrained_speech() -> list[str]:
     row = _untrained("whisper")
     return _row(
         f"Whisper tiny.en, speech, {row['witnesses']} witnesses",
-        "`dynorm convert MODEL OUT --audio FILES --refine 0`",
+        "`dynorm convert MODEL OUT --audio FILES --witnesses 128 --refine 0`",
         "words equal to the original transcript, 12 synthetic files",
         time=f"{row['seconds']} s to calibrate",
         calibrated=f"{row['word_agreement']:.1%}",
@@ -249,7 +249,7 @@ def _speech() -> list[str]:
     first, last = document["rows"][0], document["rows"][-1]
     return _row(
         "Whisper tiny.en, speech, 8 witnesses",
-        f"`dynorm convert MODEL OUT --audio FILES --witnesses 8 --refine 0 --steps {last['steps']}`",
+        f"`dynorm convert MODEL OUT --audio FILES --refine 0 --steps {last['steps']}`",
         f"words equal to the original transcript, {document['held_out']} synthetic files",
         time=_processor_time(first, last),
         calibrated=f"{first['word_agreement']:.1%}",

@@ -56,7 +56,7 @@ def main() -> None:
         find_audio([gather(Path("build/speech"))]),
     )
     model, original = pretrained.model, deepcopy(pretrained.model)
-    recipe = Recipe(witnesses=8).filled(False, "audio")
+    recipe = Recipe().filled(False, "audio")
     listener = Listener(pretrained, original)
     inputs = audio_inputs(listener, *split_audio(clips, ABOUT["held_out"]), {})
     started = time.process_time()

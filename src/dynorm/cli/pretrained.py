@@ -180,7 +180,8 @@ def convert(
         typer.Option(
             help="Largest number of channels from which each layer may estimate the size of a "
             "token. With 0 a layer computes each channel from that channel only. "
-            "Default: 4 for an encoder of texts, else 128, and at most a third of a norm's channels."
+            "Default: 4 for an encoder of texts, 8 for a model of audio, else 128, and at most a "
+            "third of a norm's channels."
         ),
     ] = Recipe.witnesses,
     tolerance: Annotated[
