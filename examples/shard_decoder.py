@@ -61,7 +61,8 @@ def convert(
             f"{ranks} processes, {report.samples} samples: loss {report.loss_before:.3f} -> "
             f"{report.loss_after:.3f}"
         )
-    # The first process goes on alone.
+    # No process leaves while another one still gathers. Then the first one goes on alone.
+    distributed.barrier()
     distributed.destroy_process_group()
     return whole
 

@@ -389,7 +389,9 @@ def test_in_python_a_model_of_audio_gets_the_recipe_of_the_command(
     assert {
         layer.get_parameter("log_beta").numel() for layer in dynorm_layers(loaded.model).values()
     } == {1}
-    assert max(len(layer.witness_channels) for layer in dynorm_layers(loaded.model).values()) == 8
+    # At most a third of the channels.
+    for layer in dynorm_layers(loaded.model).values():
+        assert 0 < len(layer.witness_channels) <= max(4, layer.channels // 3)
 
 
 def test_whisper_writes_once_whatever_marks_of_time_it_sets(

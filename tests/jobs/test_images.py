@@ -99,7 +99,7 @@ def test_an_encoder_is_compared_by_its_class_token(
     )
     assert (
         report.meta["recipe"]
-        | {"batch": 4, "max_length": None, "witnesses": 8, "per_channel": False}
+        | {"batch": 4, "max_length": None, "witnesses": 128, "per_channel": False}
         == report.meta["recipe"]
     )
     assert report.meta["worst_sample"] in {file.name for file in images.iterdir()}
@@ -329,7 +329,7 @@ def test_the_command_line_takes_images(
     assert (tmp_path / "folded" / "model" / "preprocessor_config.json").is_file()
 
 
-def test_in_python_a_model_of_images_gets_one_constant_per_layer_and_eight_witnesses(
+def test_in_python_a_model_of_images_gets_one_constant_per_layer_and_many_witnesses(
     vision: Path,
 ) -> None:
     model = load_pretrained(vision).model
@@ -339,4 +339,6 @@ def test_in_python_a_model_of_images_gets_one_constant_per_layer_and_eight_witne
     assert {layer.get_parameter("log_beta").numel() for layer in dynorm_layers(model).values()} == {
         1
     }
-    assert max(len(layer.witness_channels) for layer in dynorm_layers(model).values()) == 8
+    # At most a third of the channels.
+    for layer in dynorm_layers(model).values():
+        assert 0 < len(layer.witness_channels) <= max(4, layer.channels // 3)
