@@ -564,15 +564,21 @@ def _sum_of_few(terms: Tensor, witnesses: Tensor, channels: int, leave_one_out: 
 
 def _sum_of_many(terms: Tensor, witnesses: Tensor, channels: int, leave_one_out: bool) -> Tensor:
     """Return the same as :func:`_sum_of_few`, by reductions: they take less time for many witnesses."""
-    total = terms.sum(-1, keepdim=True)
     if not leave_one_out:
-        return total
-    # A witness's own sum is that of the witnesses before it and of those after it.
-    nothing = torch.zeros_like(total)
-    before = torch.cat([nothing, terms[..., :-1].cumsum(-1)], -1)
-    after = torch.cat([nothing, terms[..., 1:].flip(-1).cumsum(-1)], -1).flip(-1)
-    total = total.expand(*total.shape[:-1], channels)
-    return total.index_copy(-1, witnesses, before + after)
+        return terms.sum(-1, keepdim=True)
+    # Only the largest term can be more than half of the sum, so that a difference loses no digits of
+    # the others. A sum of the terms before and after each one would need no difference, but torch
+    # 2.13 compiles cumsum to code that writes beyond its memory.
+    is_largest = torch.arange(len(witnesses), device=terms.device) == terms.argmax(-1, keepdim=True)
+    rest = torch.where(is_largest, 0, terms).sum(-1, keepdim=True)
+    total = rest + torch.where(is_largest, terms, 0).sum(-1, keepdim=True)
+    own = torch.where(is_largest, rest, total - terms)
+    sums = torch.cat([own, total], -1)
+    # The place of each channel's sum: its own if it is a witness, else the last. (index_copy into the
+    # expanded total would be shorter, but torch 2.13 compiles it to a wrong result.)
+    is_witness = torch.arange(channels, device=terms.device)[:, None] == witnesses
+    place = torch.where(is_witness.any(1), is_witness.int().argmax(1), len(witnesses))
+    return sums.index_select(-1, place)
 
 
 def _affine(

@@ -165,3 +165,25 @@ def test_symbolic_trace_of_the_layer_itself_is_refused() -> None:
         torch.fx.symbolic_trace(dynorm.DyISRU(4))
     with pytest.raises(dynorm.errors.ArgumentError, match=r"tensor.*str"):
         dynorm.DyISRU(4)("x")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [*LAYERS, dynorm.LinearControl])
+def test_many_witnesses_compile_with_their_gradients(layer: type[dynorm.DyISRU]) -> None:
+    torch.manual_seed(0)
+    module = layer(48, witnesses=tuple(range(5, 25)), center=True)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.uniform_(0.2, 1.5)
+    with fresh_compiler():
+        compiled = torch.compile(module, fullgraph=True)
+        # Several times: memory that is written beyond its end shows late.
+        for _ in range(4):
+            x = torch.randn(64, 48) * torch.randn(64, 1).exp()
+            results = []
+            for function in (compiled, module):
+                tokens = x.clone().requires_grad_()
+                y = function(tokens)
+                inputs_ = [tokens, *module.parameters()]
+                results.append([y, *torch.autograd.grad(y.sin().sum(), inputs_)])
+            assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,3 +179,21 @@ def test_int8(per_channel: bool) -> None:
     assert [(reader.linear, reader.layer) for reader in readers] == [("2", "1")]
     quantize_(model, readers, per_channel=per_channel)
     assert (model(x) - wanted).square().mean() < 5e-3 * wanted.square().mean()
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_many_witnesses_in_onnx(layer: type[PointwiseNorm], tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    module = layer(48, witnesses=tuple(range(5, 25)), center=True).eval()
+    x = torch.randn(9, 48) * torch.randn(9, 1).exp()
+    program = torch.onnx.export(
+        module, (x,), dynamo=True, verbose=False, dynamic_shapes=({0: Dim.DYNAMIC},)
+    )
+    assert program is not None
+    program.save(tmp_path / "layer.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "layer.onnx")
+    (name,) = [value.name for value in session.get_inputs()]
+    (y,) = session.run(None, {name: x[:5].numpy()})
+    assert_close(torch.from_numpy(y), module(x[:5]).detach(), rtol=1e-5, atol=1e-5)

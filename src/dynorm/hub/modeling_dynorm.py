@@ -118,16 +118,22 @@ class PointwiseLayer(nn.Module):
         return total
 
     def _sum_of_many(self, u: Tensor, gains: Tensor, leave_one_out: bool) -> Tensor:
-        """Return the sum without a loop over the witnesses: those before and those after each one."""
+        """Return the sum without a loop over the witnesses."""
         positions = torch.tensor(self.witnesses, device=u.device)
         squares = gains * u.index_select(-1, positions).square()
-        total = squares.sum(-1, keepdim=True)
         if not leave_one_out:
-            return total
-        nothing = torch.zeros_like(total)
-        before = torch.cat([nothing, squares[..., :-1].cumsum(-1)], -1)
-        after = torch.cat([nothing, squares[..., 1:].flip(-1).cumsum(-1)], -1).flip(-1)
-        return total.expand_as(u).index_copy(-1, positions, before + after)
+            return squares.sum(-1, keepdim=True)
+        # Only the largest can be more than half of the sum: a difference loses no digits of the others.
+        largest = squares.argmax(-1, keepdim=True)
+        is_largest = torch.arange(len(self.witnesses), device=u.device) == largest
+        rest = torch.where(is_largest, 0.0, squares).sum(-1, keepdim=True)
+        total = rest + torch.where(is_largest, squares, 0.0).sum(-1, keepdim=True)
+        sums = torch.cat([torch.where(is_largest, rest, total - squares), total], -1)
+        # The place of each channel's sum: its own if it is a witness, else the last.
+        places = [len(self.witnesses)] * u.shape[-1]
+        for place, channel in enumerate(self.witnesses):
+            places[channel] = place
+        return sums.index_select(-1, torch.tensor(places, device=u.device))
 
 
 class DyISRU(PointwiseLayer):
