@@ -159,52 +159,48 @@ def _decoder(witnesses: int) -> list[str]:
     )
 
 
-def _untrained(model: str) -> dict[str, Any]:
-    """Return the row of a model without training, with the default number of witnesses."""
+def _untrained(
+    subject: str, model: str, options: str, measure: str, figures: Callable[[dict[str, Any]], str]
+) -> list[str]:
+    """Return the row of a model without training, with 128 witnesses."""
     [row] = [
         row
         for row in _load("untrained")["rows"]
-        if (row["model"], row["witnesses"]) == (model, LANGUAGE.witnesses)
+        if (row["model"], row["witnesses"]) == (subject, LANGUAGE.witnesses)
     ]
-    return row
-
-
-def _untrained_decoder() -> list[str]:
-    row = _untrained("smollm2")
     return _row(
-        f"SmolLM2-135M-Instruct, decoder, {row['witnesses']} witnesses",
-        "`dynorm convert MODEL OUT --refine 0`",
-        "growth of the loss in nats per token: docstrings; language reference",
+        f"{model}, {row['witnesses']} witnesses",
+        f"`dynorm convert MODEL OUT {options}--refine 0`",
+        measure,
         time=f"{row['seconds']} s to calibrate",
-        calibrated=_two_losses(row),
+        calibrated=figures(row),
         refined="not run",
         distilled="not run",
     )
 
 
+def _untrained_decoder() -> list[str]:
+    measure = "growth of the loss in nats per token: docstrings; language reference"
+    return _untrained("smollm2", "SmolLM2-135M-Instruct, decoder", "", measure, _two_losses)
+
+
 def _untrained_images() -> list[str]:
-    row = _untrained("dinov2")
-    return _row(
-        f"DINOv2-small, images, {row['witnesses']} witnesses",
-        "`dynorm convert MODEL OUT --images FILES --refine 0`",
+    return _untrained(
+        "dinov2",
+        "DINOv2-small, images",
+        "--images FILES ",
         "mean cosine to the original; same nearest neighbour; 96 photographs",
-        time=f"{row['seconds']} s to calibrate",
-        calibrated=f"{row['cosine_mean']:.3f}; {row['neighbours']:.0%}",
-        refined="not run",
-        distilled="not run",
+        lambda row: f"{row['cosine_mean']:.3f}; {row['neighbours']:.0%}",
     )
 
 
 def _untrained_speech() -> list[str]:
-    row = _untrained("whisper")
-    return _row(
-        f"Whisper tiny.en, speech, {row['witnesses']} witnesses",
-        "`dynorm convert MODEL OUT --audio FILES --witnesses 128 --refine 0`",
+    return _untrained(
+        "whisper",
+        "Whisper tiny.en, speech",
+        "--audio FILES --witnesses 128 ",
         "words equal to the original transcript, 12 synthetic files",
-        time=f"{row['seconds']} s to calibrate",
-        calibrated=f"{row['word_agreement']:.1%}",
-        refined="not run",
-        distilled="not run",
+        lambda row: f"{row['word_agreement']:.1%}",
     )
 
 
