@@ -39,7 +39,7 @@ Fits = dict[PointwiseNorm, SiteChoice]
 # they have this many tokens. The inputs of a layer for all of them are in memory at a time.
 _TOKENS_AT_ONCE = 1 << 15
 _RUNS_AT_ONCE = 64
-# While a pre-norm model is fitted, each layer multiplies its output for this part of the tokens by
+# While a pre-norm model with few witnesses is fitted, each layer multiplies its output for this part of the tokens by
 # exp(sigma n), with n normal and this sigma.
 _WRONG_SIZES = 0.25
 _SIZE_ERROR = 0.2
@@ -184,8 +184,10 @@ def calibrate_(
     time.
 
     A layer that :func:`convert_` allowed N witnesses gets at most N, with their gains, and the
-    centre 0. Each call chooses them again (see :class:`dynorm.fit.witnesses.TokenScales`, which
-    keeps two matrices of 66 x 66 per site). ``log_gain`` is then a new parameter: make the
+    centre 0. Up to 16 are chosen one by one, and more are a sample of all channels
+    (:class:`dynorm.fit.witnesses.Sample`). Each call chooses them again (see
+    :class:`dynorm.fit.witnesses.TokenScales`, which keeps two matrices of 66 x 66 per site, or of
+    N + 2 for a sample). ``log_gain`` is then a new parameter: make the
     optimizer afterwards. Witnesses that were named stay, and get their gains.
 
     With ``to="auto"`` there are four candidates, from the simplest: linear, linear with witnesses,
