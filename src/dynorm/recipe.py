@@ -187,7 +187,9 @@ class Recipe(Plain):
             encoder, else False.
         center: give each layer a centre.
         witnesses: number of channels from which each layer may estimate the size of a token; 0 for
-            the pure function. None means 4 for an encoder, else 8.
+            the pure function. More than 16 are a sample of all channels. None means 4 for an
+            encoder of texts, 8 for a model of audio, else 128, and at most a third of a norm's
+            channels.
         lean: as in :func:`calibrate_`. None means 0.7 for an encoder, else 0.
         tolerance: as in :func:`calibrate_`, for ``to="auto"``.
         refine: steps that train the constants of all layers together; 0 for none.

@@ -123,8 +123,10 @@ def convert_(
         center: give each layer a centre.
         witnesses: how many witness channels :func:`calibrate_` may choose for each layer, which is
             point-wise until then; at most the channels of the widest norm. Or the positions of the
-            channels themselves, the same for every layer. 0 keeps the pure function. None means 4,
-            or 8 for the models just named, or 0 for annealed layers.
+            channels themselves, the same for every layer. 0 keeps the pure function. More than 16
+            are a sample of all channels. None means 128 for a model of transformers that generates
+            text or takes images, 8 for one that takes audio, 4 for others, at most a third of a
+            norm's channels, and 0 for annealed layers.
 
     Returns:
         A report with one row per site. Refused sites keep their norms and are listed.
