@@ -19,7 +19,7 @@ from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
 from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, stopping_at
 from dynorm.fit.site_fit import SiteChoice
-from dynorm.fit.witnesses import Witnesses
+from dynorm.fit.witnesses import FEW, Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.ranks import BATCH, OVER, Ranks
@@ -142,6 +142,8 @@ class CalibrationReport(Plain):
                 explained = 0.0
                 if site.witnesses:
                     channels = " ".join(map(str, site.witnesses.channels))
+                    if len(site.witnesses.channels) > FEW:
+                        channels = f"{len(site.witnesses.channels)} channels"
                     explained = site.witnesses.explained_by_all
                 row += [channels or "none", explained]
         return columns, rows

@@ -38,6 +38,8 @@ FEW = 16
 # How strongly the gains of a sample are drawn to those that estimate the sum without bias, as a part
 # of the mean square of its columns. A hundred times less or more changes little.
 _TOWARDS_UNBIASED = 1e-4
+# How many times its share of the other channels a sampled one may stand for.
+_MOST_REPRESENTED = 4
 # Rounds of new weights for the tokens, and the least ratio of estimate to sum that they look at.
 _ROUNDS = 2
 _LEAST_RATIO = 1e-6
@@ -169,6 +171,9 @@ class Sample:
         places = (torch.arange(taken, dtype=torch.float64, device=rest.device) + 0.5) / taken
         sampled = rest[(places * len(rest)).long()]
         represented = parts[rest].sum() / parts[sampled].sum().clamp_min(_TINY)
+        # If the sampled channels happen to be dead, no gain makes them represent the others.
+        most = _MOST_REPRESENTED * len(rest) / max(taken, 1)
+        represented = represented.clamp_max(most)
         gains = torch.cat([torch.ones_like(parts[largest]), represented.expand(taken)])
         return cls(torch.cat([largest, sampled]), gains)
 
@@ -384,7 +389,9 @@ class TokenScales:
         fitted = self._drawn(Gram.of(sums[0]))
         held_out = Gram.of(sums[1])
         nothing = torch.arange(0, device="cpu")
-        errors = [held_out.error(nothing, fitted.solve(nothing[None])[0])]
+        # The constant of a sample is 0, but that without witnesses is fitted.
+        constant = Gram.of(sums[0]).solve(nothing[None])[0]
+        errors = [held_out.error(nothing, constant)]
         if self._fixed:
             chosen = torch.arange(fitted.candidates, device="cpu")
             errors.append(held_out.error(chosen, fitted.solve(chosen[None])[0]))
@@ -406,7 +413,12 @@ class TokenScales:
                 if is_worth_it:
                     chosen = tried.channels
         # The channels are chosen; their gains may be fitted to all tokens.
-        everything = self._drawn(Gram.of(robust_sums[0] + robust_sums[1]))
+        everything = Gram.of(robust_sums[0] + robust_sums[1])
+        if self._unbiased is not None and errors[0] <= errors[1]:
+            # The tokens are so alike that a constant is nearer than a sample.
+            chosen = nothing
+        else:
+            everything = self._drawn(everything)
         solved: list[float] = everything.solve(chosen[None])[0].tolist()
         beta = solved.pop()
         channels = []
