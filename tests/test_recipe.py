@@ -276,7 +276,7 @@ def test_convert_model_refuses_what_is_not_a_recipe() -> None:
 
 def test_a_recipe_prints_its_options() -> None:
     lines = str(Recipe(only="a.*").filled(True)).splitlines()
-    assert any(line.split() == ["witnesses", "128"] for line in lines)
+    assert any(line.split() == ["batch", "4"] for line in lines)
     assert not any("minutes" in line for line in lines)
 
 

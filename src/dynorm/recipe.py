@@ -434,6 +434,10 @@ class Recipe(Plain):
             "per_channel": layer.per_channel,
             "witnesses": layer.witnesses,
         }
+        if self.witnesses is None and defaults.witnesses > AUDIO.witnesses:
+            # The default number of a sample depends on each norm's channels, so it is left open: the
+            # recipe can be used again for a model of any width.
+            values["witnesses"] = None
         for name in ("lean", "max_length", "batch", "calibration"):
             if getattr(self, name) is None:
                 values[name] = getattr(defaults, name)

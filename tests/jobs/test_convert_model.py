@@ -73,6 +73,16 @@ def test_a_model_that_generates_is_fitted_as_a_language_model() -> None:
         assert_close(ours, theirs, rtol=0, atol=0)
 
 
+def test_the_recipe_of_a_report_makes_the_same_model_again() -> None:
+    one, other = small_decoder(), small_decoder()
+    batches = token_batches()
+    report = dynorm.convert_model(one, batches, refine=0)
+    again = dynorm.Recipe().changed(**report.meta["recipe"])
+    dynorm.convert_model(other, batches, recipe=again)
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert_close(ours, theirs, rtol=0, atol=0)
+
+
 def test_a_norm_may_have_fewer_channels_than_a_layer_may_have_witnesses() -> None:
     model = model_of(3)
     dynorm.convert_model(model, data(dim=3), refine=0)
