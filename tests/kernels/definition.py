@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 from torch.testing import assert_close
@@ -59,3 +62,39 @@ def compare(form: Form, x: Tensor, parameters: Parameters, tolerance: float) -> 
         assert got.dtype == given.dtype
         atol = tolerance * (4 if got.shape == x.shape else 4 * size)
         assert_close(got.double(), next(expected), rtol=4 * tolerance, atol=atol)
+
+
+def with_gains(parameters: Parameters, count: int) -> Parameters:
+    log_gain = (0.5 * torch.randn(count)).to(parameters.constant.dtype)
+    return parameters._replace(log_gain=log_gain)
+
+
+def require_same_for_all_threads(run: Callable[[], Sequence[Tensor | None]]) -> None:
+    """Run with several numbers of threads; all results must have the same bits."""
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3, 1):
+            torch.set_num_threads(threads)
+            results.append(run())
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for got, want in zip(other, results[0], strict=True):
+            assert got is not None
+            assert want is not None
+            assert torch.equal(got, want)
+
+
+def require_same_whatever_is_wanted(
+    form: Form, grad: Tensor, x: Tensor, parameters: Parameters
+) -> None:
+    """Ask for every choice of the gradients; each must be there or not, and equal that of all."""
+    all_of_them = _cpu.gradients(form, grad, x, parameters, (True,) * 7)
+    for needed in itertools.product((False, True), repeat=7):
+        results = _cpu.gradients(form, grad, x, parameters, needed)
+        for got, want, need in zip(results, all_of_them, needed, strict=True):
+            assert (got is not None) == need
+            # A gradient that is not stored may be added without being rounded.
+            if got is not None:
+                assert_close(got, want, rtol=1e-6, atol=1e-5)

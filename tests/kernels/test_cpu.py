@@ -14,7 +14,14 @@ from torch.testing import assert_close
 from dynorm.kernels import _cpu
 from dynorm.kernels._dispatch import plain
 from dynorm.kernels._form import Form, FunctionCode, Parameters
-from tests.kernels.definition import INF, NAN, TOLERANCES, compare, make
+from tests.kernels.definition import (
+    INF,
+    NAN,
+    TOLERANCES,
+    compare,
+    make,
+    require_same_for_all_threads,
+)
 
 pytestmark = pytest.mark.skipif(
     _cpu.name() == "torch", reason="the CPU kernels are not built: make setup"
@@ -382,16 +389,7 @@ def test_threads_change_nothing(function: int, shape: tuple[int, ...], per_chann
         assert of_gains is None
         return [y, *gradients]  # type: ignore
 
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3, 1):
-            torch.set_num_threads(threads)
-            results.append(run())
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    require_same_for_all_threads(run)
 
 
 def test_sums_are_as_exact_as_float64_ones() -> None:

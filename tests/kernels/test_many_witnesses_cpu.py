@@ -12,7 +12,16 @@ from torch.testing import assert_close
 from dynorm.kernels import _cpu
 from dynorm.kernels._dispatch import plain
 from dynorm.kernels._form import Form, FunctionCode, Parameters
-from tests.kernels.definition import INF, NAN, TOLERANCES, compare, make
+from tests.kernels.definition import (
+    INF,
+    NAN,
+    TOLERANCES,
+    compare,
+    make,
+    require_same_for_all_threads,
+    require_same_whatever_is_wanted,
+    with_gains,
+)
 
 pytestmark = pytest.mark.skipif(
     _cpu.name() == "torch", reason="the CPU kernels are not built: make setup"
@@ -28,11 +37,6 @@ def chosen(channels: int, count: int) -> tuple[int, ...]:
     """Witnesses in no order, the first and the last channel among them."""
     inner = 1 + torch.randperm(channels - 2)[: count - 2]
     return (channels - 1, *inner.tolist(), 0)
-
-
-def with_gains(parameters: Parameters, count: int) -> Parameters:
-    log_gain = (0.5 * torch.randn(count)).to(parameters.constant.dtype)
-    return parameters._replace(log_gain=log_gain)
 
 
 def gradients_by_definition(
@@ -224,14 +228,7 @@ def test_what_is_wanted_changes_no_other(function: int) -> None:
     )
     x, grad = torch.randn(23, 48), torch.randn(23, 48)
     form = Form(function, False, 1.3, 48, 1, chosen(48, 30))
-    all_of_them = _cpu.gradients(form, grad, x, parameters, (True,) * 7)
-    for needed in itertools.product((False, True), repeat=7):
-        results = _cpu.gradients(form, grad, x, parameters, needed)
-        for got, want, need in zip(results, all_of_them, needed, strict=True):
-            assert (got is not None) == need
-            # A gradient that is not stored may be added without being rounded.
-            if got is not None:
-                assert_close(got, want, rtol=1e-6, atol=1e-5)
+    require_same_whatever_is_wanted(form, grad, x, parameters)
 
 
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
@@ -246,18 +243,7 @@ def test_threads_change_nothing(function: int, shape: tuple[int, int]) -> None:
         y = _cpu.forward(form, x, parameters)
         return [y, *_cpu.gradients(form, grad, x, parameters, (True,) * 7)]
 
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3, 1):
-            torch.set_num_threads(threads)
-            results.append(run())
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        for got, want in zip(other, results[0], strict=True):
-            assert got is not None
-            assert want is not None
-            assert torch.equal(got, want)
+    require_same_for_all_threads(run)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -12,7 +12,16 @@ from torch.testing import assert_close
 from dynorm.kernels import _cpu
 from dynorm.kernels._dispatch import plain
 from dynorm.kernels._form import Form, FunctionCode, Parameters
-from tests.kernels.definition import INF, NAN, TOLERANCES, compare, make
+from tests.kernels.definition import (
+    INF,
+    NAN,
+    TOLERANCES,
+    compare,
+    make,
+    require_same_for_all_threads,
+    require_same_whatever_is_wanted,
+    with_gains,
+)
 
 pytestmark = pytest.mark.skipif(
     _cpu.name() == "torch", reason="the CPU kernels are not built: make setup"
@@ -30,11 +39,6 @@ WITNESSES = [
     (768, (700, 5, 6, 301, 767)),
 ]
 WITNESSES += [(1, (0,)), (3, (0, 1, 2)), (40, tuple(range(39, 23, -1)))]
-
-
-def with_gains(parameters: Parameters, count: int) -> Parameters:
-    log_gain = (0.5 * torch.randn(count)).to(parameters.constant.dtype)
-    return parameters._replace(log_gain=log_gain)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -159,14 +163,7 @@ def test_what_is_wanted_changes_no_other(function: int) -> None:
         torch.randn(23, 48),
         Form(function, False, 1.3, 48, 1, (47, 0, 20)),
     )
-    whole = _cpu.gradients(form, grad, x, parameters, (True,) * 7)
-    for needed in itertools.product((False, True), repeat=7):
-        found = _cpu.gradients(form, grad, x, parameters, needed)
-        for got, want, need in zip(found, whole, needed, strict=True):
-            assert (got is not None) == need
-            # A gradient that is not stored may be added without being rounded.
-            if got is not None:
-                assert_close(got, want, rtol=1e-6, atol=1e-5)
+    require_same_whatever_is_wanted(form, grad, x, parameters)
 
 
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
@@ -185,15 +182,7 @@ def test_threads_change_nothing(function: int, shape: tuple[int, int]) -> None:
             *_cpu.gradients(form, grad, x, parameters, (True,) * 7),
         ]
 
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3, 1):
-            torch.set_num_threads(threads)
-            results.append(run())
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))  # type: ignore[arg-type]
+    require_same_for_all_threads(run)
 
 
 @pytest.mark.parametrize("function", [DYISRU, DYT, DERF], ids=["dyisru", "dyt", "derf"])
