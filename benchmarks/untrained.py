@@ -31,7 +31,7 @@ from dynorm.jobs.inputs import Inputs, audio_inputs, image_inputs
 from dynorm.jobs.job import CALIBRATION_BLOCKS
 from dynorm.jobs.speech import Listener
 from dynorm.jobs.texts import split_audio, split_texts
-from dynorm.recipe import AUDIO, IMAGES, LANGUAGE, Defaults, Recipe
+from dynorm.recipe import AUDIO, IMAGES, Defaults, Recipe
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 from tools.speech import gather
@@ -51,7 +51,6 @@ class Subject:
     """A model, the batches to fit to, and what is measured on others."""
 
     model: nn.Module
-    defaults: Defaults
     batches: Batches
     measure: Measure
 
@@ -70,7 +69,7 @@ def smollm2() -> Subject:
         figures: Row = {}
         for kind, batches in tests.items():
             output = compare(model, pretrained.model, batches)
-            worst = max(_divergences(model, pretrained.model, batch) for batch in batches)
+            worst = max(_largest_divergence(model, pretrained.model, batch) for batch in batches)
             figures[kind] = {
                 "kl": round(output.kl or 0.0, 4),
                 "kl_worst_token": round(worst, 2),
@@ -79,7 +78,7 @@ def smollm2() -> Subject:
             }
         return figures
 
-    return Subject(pretrained.model, LANGUAGE, decoder.draw(0, CHECKED), measure)
+    return Subject(pretrained.model, decoder.draw(0, CHECKED), measure)
 
 
 def _packages() -> list[str]:
@@ -97,7 +96,7 @@ def _headers() -> list[str]:
 
 
 @torch.no_grad()
-def _divergences(model: nn.Module, original: nn.Module, batch: Batch) -> float:
+def _largest_divergence(model: nn.Module, original: nn.Module, batch: Batch) -> float:
     """Return the largest divergence of a token in a batch."""
     before: Tensor = call(original, batch)["logits"].log_softmax(-1)
     after: Tensor = call(model, batch)["logits"].log_softmax(-1)
@@ -120,7 +119,7 @@ def dinov2() -> Subject:
             figures[name] = round(getattr(output, name), 4)
         return figures
 
-    return Subject(original, IMAGES, _to_fit(inputs, IMAGES), measure)
+    return Subject(original, _to_fit(inputs, IMAGES), measure)
 
 
 def whisper() -> Subject:
@@ -148,7 +147,7 @@ def whisper() -> Subject:
             "agreement": round(output.agreement or 0.0, 4),
         }
 
-    return Subject(original, AUDIO, _to_fit(inputs, AUDIO), measure)
+    return Subject(original, _to_fit(inputs, AUDIO), measure)
 
 
 def _to_fit(inputs: Inputs, defaults: Defaults) -> Batches:
@@ -161,7 +160,7 @@ SUBJECTS = {"smollm2": smollm2, "dinov2": dinov2, "whisper": whisper}
 def row(name: str, subject: Subject, witnesses: int) -> Row:
     """Convert a copy and return its figures."""
     model = copy.deepcopy(subject.model)
-    recipe = Recipe(witnesses=witnesses)._filled(subject.defaults)
+    recipe = Recipe(witnesses=witnesses).filled_for(subject.model)
     started = time.perf_counter()
     calibrate(model, subject.batches, recipe)
     seconds = round(time.perf_counter() - started)

@@ -59,6 +59,8 @@ class Defaults:
     max_length: int | None = None
 
 
+MOST_CHOSEN = 16
+"""Up to this number of witnesses they are chosen one by one; more are a sample of all channels."""
 ENCODER = Defaults(
     max_length=128, batch=32, calibration=256, per_channel=True, lean=0.7, witnesses=4
 )
@@ -434,7 +436,7 @@ class Recipe(Plain):
             "per_channel": layer.per_channel,
             "witnesses": layer.witnesses,
         }
-        if self.witnesses is None and defaults.witnesses > AUDIO.witnesses:
+        if self.witnesses is None and defaults.witnesses > MOST_CHOSEN:
             # The default number of a sample depends on each norm's channels, so it is left open: the
             # recipe can be used again for a model of any width.
             values["witnesses"] = None

@@ -12,8 +12,9 @@ from torch.testing import assert_close
 
 import dynorm
 from dynorm import functional
-from dynorm.fit.witnesses import FEW, Sample, TokenScales
+from dynorm.fit.witnesses import Sample, TokenScales
 from dynorm.ranks import Ranks
+from dynorm.recipe import MOST_CHOSEN
 from dynorm.replace.converted import dynorm_layers
 
 CHANNELS = 192
@@ -176,11 +177,11 @@ def test_the_sum_of_many_is_that_of_few(
     x = x * torch.randn(3, 1, 1, generator=generator, dtype=torch.float64).exp()
     x = x if dim != -1 else x.transpose(1, 2)
     channels = 40 if dim == (1, 2) else 20
-    witnesses = torch.randperm(channels, generator=generator)[: FEW + 2]
-    gain = torch.rand(FEW + 2, generator=generator, dtype=torch.float64)
+    witnesses = torch.randperm(channels, generator=generator)[: MOST_CHOSEN + 2]
+    gain = torch.rand(MOST_CHOSEN + 2, generator=generator, dtype=torch.float64)
     call = getattr(functional, function)
     results = []
-    for one_by_one in (FEW, 100):
+    for one_by_one in (MOST_CHOSEN, 100):
         monkeypatch.setattr(functional, "_ONE_BY_ONE", one_by_one)
         inputs = [x.clone().requires_grad_(), gain.clone().requires_grad_()]
         y = call(inputs[0], 2.0, dim=dim, witnesses=witnesses, gain=inputs[1])

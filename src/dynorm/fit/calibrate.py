@@ -19,11 +19,11 @@ from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
 from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, stopping_at
 from dynorm.fit.site_fit import SiteChoice
-from dynorm.fit.witnesses import FEW, Witnesses
+from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.ranks import BATCH, OVER, Ranks
-from dynorm.recipe import Recipe, defaults_of
+from dynorm.recipe import MOST_CHOSEN, Recipe, defaults_of
 from dynorm.replace.converted import (
     dynorm_layers,
     layers_without_norms,
@@ -39,8 +39,8 @@ Fits = dict[PointwiseNorm, SiteChoice]
 # they have this many tokens. The inputs of a layer for all of them are in memory at a time.
 _TOKENS_AT_ONCE = 1 << 15
 _RUNS_AT_ONCE = 64
-# While a pre-norm model with few witnesses is fitted, each layer multiplies its output for this part of the tokens by
-# exp(sigma n), with n normal and this sigma.
+# While a pre-norm model is fitted, each layer with few witnesses multiplies its output for this part
+# of the tokens by exp(sigma n), with n normal and this sigma.
 _WRONG_SIZES = 0.25
 _SIZE_ERROR = 0.2
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -142,7 +142,7 @@ class CalibrationReport(Plain):
                 explained = 0.0
                 if site.witnesses:
                     channels = " ".join(map(str, site.witnesses.channels))
-                    if len(site.witnesses.channels) > FEW:
+                    if len(site.witnesses.channels) > MOST_CHOSEN:
                         channels = f"{len(site.witnesses.channels)} channels"
                     explained = site.witnesses.explained_by_all
                 row += [channels or "none", explained]

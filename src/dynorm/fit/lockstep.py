@@ -62,7 +62,6 @@ class PausedRun:
         self._model = model
         self._batch = batch
         self._answer = answer
-        # The input of each linear layer that is recorded, at its last call.
         self._error: BaseException | None = None
         self._closed = False
         self._over = False

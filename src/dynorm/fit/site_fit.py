@@ -13,9 +13,10 @@ from torch import Tensor
 
 from dynorm import functional
 from dynorm.family import NAMES
-from dynorm.fit.witnesses import DEAD, FEW, SMALL, TokenScales, Witnesses
+from dynorm.fit.witnesses import DEAD, SMALL, TokenScales, Witnesses
 from dynorm.layers import AnnealedNorm, DyISRU, LinearControl, PointwiseNorm
 from dynorm.ranks import Ranks
+from dynorm.recipe import MOST_CHOSEN
 from dynorm.replace.converted import Replaced
 from dynorm.replace.swap import take_over_
 from dynorm.theory import own_betas
@@ -143,7 +144,7 @@ class SiteFit:
     @property
     def is_sampled(self) -> bool:
         """Whether the witnesses are a sample of all channels."""
-        return self._most_witnesses > FEW
+        return self._most_witnesses > MOST_CHOSEN
 
     def _new_scales(self, fixed: tuple[int, ...] | None, count: int) -> TokenScales:
         sample = count if fixed is None and self.is_sampled else 0

@@ -33,8 +33,6 @@ SMALL = 0.25
 # The report shows the errors with up to this number of channels, even if the layer gets fewer.
 _REPORTED = 4
 _TINY = 1e-300
-# More witnesses than these are a sample.
-FEW = 16
 # How strongly the gains of a sample are drawn to those that estimate the sum without bias, as a part
 # of the mean square of its columns. A hundred times less or more changes little.
 _TOWARDS_UNBIASED = 1e-4
@@ -150,15 +148,13 @@ class Sample:
 
     Half of the witnesses are the channels with the largest mean square of their part of the token's
     sum: also those that are massive on a few tokens only. The other half are taken at equal
-    distances from the rest, in the same order. As for a poll, the error
-    of such a sample depends on its size and hardly on the text, and on how many channels there
-    are: n of N channels of like size estimate their sum to :math:`\sqrt{2 (1 - n / N) / n}`.
+    distances from the rest, in the same order. As for a poll, the error of such a sample depends on
+    its size, and hardly on the text and on how many channels there are: n of N channels of like
+    size estimate their sum to :math:`\sqrt{2 (1 - n / N) / n}`.
     """
 
     channels: Tensor  # (K), the largest first
-    gains: (
-        Tensor  # (K): 1 for the largest, and the number of channels that each other one represents
-    )
+    gains: Tensor  # (K): 1 for the largest, and for each other one how many channels it represents
 
     @classmethod
     def of(cls, parts: Tensor, squared_parts: Tensor, count: int) -> Self:

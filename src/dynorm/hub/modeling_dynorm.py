@@ -51,6 +51,10 @@ class PointwiseLayer(nn.Module):
         self.output_dtype = output_dtype
         self.weight_offset = weight_offset
         self.witnesses = tuple(witnesses)
+        # The place of each channel's sum over the other witnesses: its own if it is one, else the last.
+        self.places = [len(self.witnesses)] * math.prod(self.shape)
+        for place, channel in enumerate(self.witnesses):
+            self.places[channel] = place
         constant_shape = self.shape if per_channel else [1]
         for name, value in self.first_constants(first_values).items():
             self.register_parameter(name, _parameter(constant_shape, value))
@@ -129,11 +133,7 @@ class PointwiseLayer(nn.Module):
         rest = torch.where(is_largest, 0.0, squares).sum(-1, keepdim=True)
         total = rest + torch.where(is_largest, squares, 0.0).sum(-1, keepdim=True)
         sums = torch.cat([torch.where(is_largest, rest, total - squares), total], -1)
-        # The place of each channel's sum: its own if it is a witness, else the last.
-        places = [len(self.witnesses)] * u.shape[-1]
-        for place, channel in enumerate(self.witnesses):
-            places[channel] = place
-        return sums.index_select(-1, torch.tensor(places, device=u.device))
+        return sums.index_select(-1, torch.tensor(self.places, device=u.device))
 
 
 class DyISRU(PointwiseLayer):
