@@ -42,6 +42,10 @@ def llama(kind: str = "LlamaForCausalLM", hidden_size: int = 16, **options: Any)
 def with_many_witnesses() -> Any:
     """Return a decoder whose layers have more witnesses than are added one by one."""
     model = llama(hidden_size=32)
+    # Tokens of one size need no witnesses, and calibration leaves them out.
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        embedding.mul_(torch.linspace(0.5, 50.0, len(embedding))[:, None])
     batches = [{"input_ids": tokens()}]
     dynorm.convert_(model, dynorm.find_norms(model, **batches[0]), witnesses=17)
     dynorm.calibrate_(model, batches)
