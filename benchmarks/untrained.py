@@ -33,8 +33,8 @@ from dynorm.jobs.speech import Listener
 from dynorm.jobs.texts import split_audio, split_texts
 from dynorm.recipe import AUDIO, IMAGES, Defaults, Recipe
 from dynorm.report.conversion import compare
+from tools import pictures, speech
 from tools.demo_model import folder
-from tools.speech import gather
 
 RESULTS = Path(__file__).parent / "results" / "untrained.json"
 ABOUT = {
@@ -108,7 +108,7 @@ def _largest_divergence(model: nn.Module, original: nn.Module, batch: Batch) -> 
 def dinov2() -> Subject:
     """Return the encoder of images, on crops of photographs."""
     pretrained = load_pretrained(folder("dinov2"))
-    readable, _ = find_images([Path("build/pictures")])
+    readable, _ = find_images([pictures.gather(Path("build/pictures"))])
     inputs = image_inputs(pretrained, *split_texts(readable, HELD_OUT_IMAGES, 0, "images"), {})
     original = copy.deepcopy(pretrained.model)
 
@@ -125,7 +125,7 @@ def dinov2() -> Subject:
 def whisper() -> Subject:
     """Return the model of speech, on sentences that espeak-ng speaks."""
     pretrained = load_pretrained(folder("whisper"))
-    clips, _ = find_audio([gather(Path("build/speech"))])
+    clips, _ = find_audio([speech.gather(Path("build/speech"))])
     original = copy.deepcopy(pretrained.model)
     listener = Listener(pretrained, original)
     inputs = audio_inputs(listener, *split_audio(clips, HELD_OUT_FILES), {})

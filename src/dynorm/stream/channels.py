@@ -11,6 +11,7 @@ from torch.fx import Node, map_arg
 
 from dynorm.stream.graph import (
     PERMUTATIONS,
+    RESIZES,
     VIEWS,
     Slot,
     argument,
@@ -33,9 +34,12 @@ Step = Callable[[Node, Node, int], int | None]
 def carried(node: Node, value: Node, axis: int) -> int | None:
     """Return the channel axis of ``node`` if it keeps the channels of ``value`` apart, else None.
 
-    These are moves, a factor that all channels of a token share, and a mean over tokens.
+    These are moves, a factor that all channels of a token share, a mean over tokens, and a grid of
+    tokens that is resized, as learned positions are for an image of another size.
     """
     if factor_of(node, value, axis):
+        return axis
+    if packet(node) in RESIZES and node.args[0] is value and axis == 1:
         return axis
     if packet(node) == "aten.mean" and len(node.args) > 1 and node.args[0] is value:
         return _after_mean(node, value, axis)

@@ -33,6 +33,12 @@ _COPIES = _aten(
     "unsqueeze squeeze expand expand_as repeat tile flip roll repeat_interleave unfold index "
     "index_select"
 )
+# Operators that resize a grid of tokens, with the channels at axis 1. Each new token is a mean of
+# old ones, with weights that add up to 1.
+RESIZES = _aten(
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
+    "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+)
 _MOVES = VIEWS | PERMUTATIONS | _PARTS | _COPIES
 
 
