@@ -56,13 +56,20 @@ class Defaults:
     per_channel: bool
     lean: float
     witnesses: int
+    fold_means: bool
     max_length: int | None = None
 
 
 MOST_CHOSEN = 16
 """Up to this number of witnesses they are chosen one by one; more are a sample of all channels."""
 ENCODER = Defaults(
-    max_length=128, batch=32, calibration=256, per_channel=True, lean=0.7, witnesses=4
+    max_length=128,
+    batch=32,
+    calibration=256,
+    per_channel=True,
+    lean=0.7,
+    witnesses=4,
+    fold_means=False,
 )
 """For an encoder of texts, and for models that are not of transformers.
 
@@ -72,11 +79,21 @@ SmolLM2-135M (pre-norm) 0 is by far the best.
 # These three were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en. The first two need no
 # training with 128 witnesses. In Whisper's encoder they do not help: there the tokens' means differ
 # too, and a layer has only one centre for all tokens.
-IMAGES = Defaults(batch=8, calibration=128, per_channel=False, lean=0.0, witnesses=128)
-LANGUAGE = Defaults(
-    max_length=256, batch=4, calibration=24, per_channel=False, lean=0.0, witnesses=128
+IMAGES = Defaults(
+    batch=8, calibration=128, per_channel=False, lean=0.0, witnesses=128, fold_means=True
 )
-AUDIO = Defaults(batch=4, calibration=32, per_channel=False, lean=0.0, witnesses=8)
+LANGUAGE = Defaults(
+    max_length=256,
+    batch=4,
+    calibration=24,
+    per_channel=False,
+    lean=0.0,
+    witnesses=128,
+    fold_means=True,
+)
+AUDIO = Defaults(
+    batch=4, calibration=32, per_channel=False, lean=0.0, witnesses=8, fold_means=False
+)
 
 
 def defaults_for(language_model: bool, noun: str = "texts") -> Defaults:
@@ -121,6 +138,7 @@ class ModelFields(TypedDict, total=False):
     per_channel: bool | None
     center: bool
     witnesses: int | None
+    fold_means: bool | None
     lean: float | None
     tolerance: float
     refine: int
@@ -192,6 +210,10 @@ class Recipe(Plain):
             the pure function. More than 16 are a sample of all channels. None means 4 for an
             encoder of texts, 8 for a model of audio, else 128, and at most a third of a norm's
             channels.
+        fold_means: first fold the means of LayerNorms into the weights, as :func:`fold_` does with
+            ``center=True``, wherever that is exact: a layer has one centre for all tokens, but
+            each token has its own mean. Tied weights are untied for it. None means True for a
+            decoder and a model of images.
         lean: as in :func:`calibrate_`. None means 0.7 for an encoder, else 0.
         tolerance: as in :func:`calibrate_`, for ``to="auto"``.
         refine: steps that train the constants of all layers together; 0 for none.
@@ -230,6 +252,7 @@ class Recipe(Plain):
     per_channel: bool | None = None
     center: bool = True
     witnesses: int | None = None
+    fold_means: bool | None = None
     lean: float | None = None
     # Over the target's spread. 7 of the 13 norms of all-MiniLM-L6-v2 become lines, at no cost after
     # 200 steps of training; at 0.08 there are 10, for 0.001 of rank correlation.
@@ -319,9 +342,9 @@ class Recipe(Plain):
                 self.base.changed(options).check()
         self._check_counts()
         self._check_numbers()
-        for name in ("bf16", "keep_on_interrupt"):
+        for name in ("bf16", "keep_on_interrupt", "fold_means"):
             value = getattr(self, name)
-            if not isinstance(value, bool):
+            if not isinstance(value, bool) and value is not getattr(Recipe, name):
                 raise ArgumentError(f"{name} must be True or False, got {value!r}")
         if not isinstance(self.checkpoints, Path | None):
             raise ArgumentError(
@@ -440,7 +463,7 @@ class Recipe(Plain):
             # The default number of a sample depends on each norm's channels, so it is left open: the
             # recipe can be used again for a model of any width.
             values["witnesses"] = None
-        for name in ("lean", "max_length", "batch", "calibration"):
+        for name in ("fold_means", "lean", "max_length", "batch", "calibration"):
             if getattr(self, name) is None:
                 values[name] = getattr(defaults, name)
         return self.changed(**values)

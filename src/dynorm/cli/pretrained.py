@@ -184,6 +184,14 @@ def convert(
             "third of a norm's channels."
         ),
     ] = Recipe.witnesses,
+    fold_means: Annotated[
+        bool | None,
+        typer.Option(
+            "--fold-means/--keep-means",
+            help="First fold the means of LayerNorms into the weights, wherever that is exact. "
+            "Default: for a decoder and a model of images.",
+        ),
+    ] = Recipe.fold_means,
     tolerance: Annotated[
         float,
         typer.Option(

@@ -18,6 +18,7 @@ from dynorm import version
 from dynorm.errors import ArgumentError, ModelError, StorageError, listed
 from dynorm.guard import unchanged_on_error
 from dynorm.hub import contents
+from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.converted import dynorm_layers, is_ours, replaced_by
 from dynorm.replace.edits import added_biases, untied
 from dynorm.replace.specs import apply_specs_
@@ -114,8 +115,9 @@ def _require_only_layers(model: nn.Module, changes: contents.Contents) -> None:
             # It was loaded, or folded. A fold leaves no weight.
             is_edited |= layer.weight is None
             continue
-        was_folded = layer.weight is None and any(True for _ in replaced.module.parameters())
-        is_edited |= was_folded
+        has_no_affine = layer.weight is None and any(True for _ in replaced.module.parameters())
+        has_no_mean = isinstance(replaced.module, RMSNorm)
+        is_edited |= has_no_affine or has_no_mean
     if is_edited:
         raise ModelError(
             "a model to save as a change of its base must differ in its layers only, but it was "

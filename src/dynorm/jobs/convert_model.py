@@ -10,8 +10,10 @@ from dynorm.batches import Batch, arguments, iterate
 from dynorm.errors import ArgumentError, DataError
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
+from dynorm.guard import edited_parts, unchanged_on_error
+from dynorm.jobs.means import fold_means_
 from dynorm.recipe import ModelFields, Recipe
-from dynorm.replace import convert_, restore_
+from dynorm.replace import convert_
 from dynorm.report import ModelReport, measure
 from dynorm.report.cost import costs
 from dynorm.train.distill import distill_
@@ -28,8 +30,9 @@ def convert_model(
     """Replace a model's norms, fit the new layers and measure the loss, in place and in one call.
 
     It is :func:`find_norms`, :func:`convert_`, :func:`calibrate_`, :func:`refine_`,
-    with :func:`distill_` if steps or minutes are given, and :func:`measure`. If one of them fails,
-    the model is restored.
+    with :func:`distill_` if steps or minutes are given, and :func:`measure`. Before them, the means
+    of LayerNorms are folded into the weights if the recipe says so. If one of them fails, the model
+    is restored.
 
     Args:
         model: any module that is neither compiled nor wrapped.
@@ -73,24 +76,42 @@ def convert_model(
             "held_out="
         )
     original = copy.deepcopy(model)
-    args, kwargs = arguments(model, fit[0])
-    sites = find_norms(model, *args, **kwargs)
     filled = recipe.filled_for(model)
     meta: dict[str, object] = {"recipe": filled.to_dict()}
-    convert_(model, sites, **recipe.convert_fields)
     try:
-        calibrate_(model, fit, lean=filled.lean, tolerance=recipe.tolerance)
-        if recipe.refine:
-            refine_(model, fit, steps=recipe.refine, **recipe.refine_fields)
-        if recipe.steps or recipe.minutes:
-            distilled = distill_(model, fit, teacher=original, **recipe.distill_fields)
-            meta["stages"] = {"distill": distilled.to_dict()}
-        report = measure(model, tests, original=original, fit_on=fit, seed=recipe.seed, meta=meta)
-        report.meta["cost"] = costs(original, model, tests[0])
-        return report
+        with unchanged_on_error(edited_parts(model), tensors=()):
+            stages = _convert_(model, fit, original, recipe, filled)
+            report = measure(
+                model, tests, original=original, fit_on=fit, seed=recipe.seed, meta=meta
+            )
     except BaseException:
-        restore_(model).load_state_dict(original.state_dict())
+        # The modules are the old ones again, and their tensors get the old values.
+        model.load_state_dict(original.state_dict())
         raise
+    if stages:
+        report.meta["stages"] = stages
+    report.meta["cost"] = costs(original, model, tests[0])
+    return report
+
+
+def _convert_(
+    model: nn.Module, fit: list[Batch], original: nn.Module, recipe: Recipe, filled: Recipe
+) -> dict[str, object]:
+    """Go through all stages of a recipe but the measuring; return the reports on some of them."""
+    stages: dict[str, object] = {}
+    args, kwargs = arguments(model, fit[0])
+    if filled.fold_means:
+        means = fold_means_(model, fit[0], recipe.only, recipe.skip)
+        if means is not None:
+            stages["fold_means"] = means.to_dict()
+    convert_(model, find_norms(model, *args, **kwargs), **recipe.convert_fields)
+    calibrate_(model, fit, lean=filled.lean, tolerance=recipe.tolerance)
+    if recipe.refine:
+        refine_(model, fit, steps=recipe.refine, **recipe.refine_fields)
+    if recipe.steps or recipe.minutes:
+        distilled = distill_(model, fit, teacher=original, **recipe.distill_fields)
+        stages["distill"] = distilled.to_dict()
+    return stages
 
 
 def _recipe(recipe: Recipe | None, options: ModelFields) -> Recipe:

@@ -28,6 +28,7 @@ from dynorm.jobs.checkpoint import (
 )
 from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import Inputs, audio_inputs, image_inputs, text_inputs
+from dynorm.jobs.means import fold_means_
 from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import read_texts, split_audio, split_texts, standard_library_docstrings
 from dynorm.ranks import Ranks
@@ -225,10 +226,17 @@ class Job:
         return self.batches(self.calibration, self.recipe.seed, size)
 
     def replace_norms_(self, batches: Batches) -> ConversionReport:
-        """Find the norms and replace them."""
+        """Find the norms and replace them, without their means if the recipe says so."""
         model = self.pretrained.model
+        batch = batches[len(batches) // 2]
+        _, example = arguments(model, batch)
+        if self.recipe.fold_means:
+            with self.stage("fold_means"):
+                means = fold_means_(model, batch, self.recipe.only, self.recipe.skip)
+            if means is not None:
+                self.say(str(means))
+                self.details["fold_means"] = means.to_dict()
         with self.stage("find"):
-            _, example = arguments(model, batches[len(batches) // 2])
             sites = find_norms(model, **example)
         if not sites and is_changed(model):
             raise ModelError(

@@ -1,0 +1,91 @@
+"""Fold the means of LayerNorms into the weights, before point-wise layers replace them.
+
+A point-wise layer has one centre for all tokens, but each token has its own mean. Where every module
+that writes into a residual stream is linear, the means can go into these modules, exactly.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from dynorm.batches import Batch
+from dynorm.errors import DataError, ModelError
+from dynorm.find import find_norms
+from dynorm.fold import fold_
+from dynorm.replace.convert import Globs
+from dynorm.table import PlainRecord
+
+
+@dataclass(frozen=True)
+class FoldedMeans(PlainRecord):
+    """The means that went into the weights before a conversion.
+
+    Args:
+        folded: the number of LayerNorms without a mean to subtract, which were then RMSNorms.
+        layernorms: the number of all LayerNorms.
+        refused: why others stayed, each reason once.
+        untied: the parameters that were tied to others before, such as a head's.
+
+    Example:
+        >>> print(FoldedMeans(12, 25, (), ("lm_head.weight",)))
+        the means of 12 of 25 LayerNorms were folded into the weights, and lm_head.weight untied
+    """
+
+    folded: int
+    layernorms: int
+    refused: tuple[str, ...]
+    untied: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return it as a sentence."""
+        text = (
+            f"the means of {self.folded} of {self.layernorms} LayerNorms were folded into the "
+            "weights"
+        )
+        if self.untied:
+            text += f", and {', '.join(self.untied)} untied"
+        if self.refused:
+            text += f"; others were refused: {'; '.join(self.refused)}"
+        return text
+
+
+def fold_means_(
+    model: nn.Module, batch: Batch, only: Globs = None, skip: Globs = None
+) -> FoldedMeans | None:
+    """Fold the means of the selected LayerNorms, in place; return None for a model without any.
+
+    The outputs stay the same. A model that cannot be folded is left as it is, with the reason in the
+    result: it can be converted all the same.
+    """
+    sites = find_norms(model, batch)
+    layernorms = sum(site.kind == "layernorm" and site.refused is None for site in sites)
+    if not layernorms:
+        return None
+    try:
+        with _in_eval_mode(model):
+            report = fold_(
+                model, batch, affine=False, constants=False, untie=True, only=only, skip=skip
+            )
+    except (ModelError, DataError) as error:
+        return FoldedMeans(0, layernorms, (str(error),), ())
+    reasons = [site.center.reason for site in report.sites if site.center.reason is not None]
+    return FoldedMeans(
+        report.count("center"),
+        layernorms,
+        tuple(dict.fromkeys(reasons)),
+        tuple(report.untied),
+    )
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode, and afterwards its modules back in theirs."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

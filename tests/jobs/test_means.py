@@ -1,0 +1,145 @@
+"""Means that go into the weights before LayerNorms are replaced."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import dynorm
+from dynorm.errors import DataError, ModelError
+from dynorm.hub import load, save
+from dynorm.jobs.means import fold_means_
+from dynorm.layers import PointwiseNorm
+from dynorm.layers.rmsnorm import RMSNorm
+
+
+class Stream(nn.Module):
+    """A pre-norm stream whose tokens differ in their means."""
+
+    def __init__(self, dim: int = 48) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, dim)
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
+        self.head = nn.Linear(dim, 5)
+        with torch.no_grad():
+            self.table.weight += torch.linspace(-3, 3, 64)[:, None]
+            for block in self.blocks:
+                block.weight += 0.2 * torch.randn(1, dim)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for norm, block in zip(self.norms, self.blocks, strict=False):
+            y = block(norm(x))
+            x = x + (y.relu() if self.bent else y)
+        logits: Tensor = self.head(self.norms[-1](x))
+        return logits
+
+    bent = False
+
+
+def stream(bent: bool = False) -> Stream:
+    torch.manual_seed(0)
+    model = Stream().eval()
+    model.bent = bent
+    return model
+
+
+def batches(count: int = 12) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 64, (8, 16), generator=generator) for _ in range(count)]
+
+
+def test_layers_are_nearer_to_norms_without_a_mean() -> None:
+    errors = {}
+    for fold_means in (True, False):
+        model = stream()
+        report = dynorm.convert_model(model, batches(), fold_means=fold_means, refine=0)
+        assert all(isinstance(norm, PointwiseNorm) for norm in model.norms)
+        errors[fold_means] = 1 - report.output.cosine_mean
+        stages = report.meta.get("stages", {})
+        assert stages.get("fold_means", {}).get("folded") == (3 if fold_means else None)
+    assert errors[True] < 0.5 * errors[False]
+
+
+def test_the_original_stays_the_same_function() -> None:
+    model, (ids, *_) = stream(), batches()
+    before = model(ids)
+    model.train()
+    means = fold_means_(model, ids)
+    assert means is not None
+    assert (means.folded, means.layernorms, means.refused) == (3, 3, ())
+    assert all(isinstance(norm, RMSNorm) for norm in model.norms)
+    assert all(module.training for module in model.modules() if not isinstance(module, RMSNorm))
+    torch.testing.assert_close(model(ids), before)
+
+
+def test_a_writer_that_is_not_linear_keeps_the_means_with_the_reason() -> None:
+    model = stream(bent=True)
+    report = dynorm.convert_model(model, batches(), fold_means=True, refine=0)
+    stage = report.meta["stages"]["fold_means"]
+    assert stage["folded"] == 0
+    assert "not linear" in stage["refused"][0]
+    assert all(isinstance(norm, PointwiseNorm) for norm in model.norms)
+
+
+def test_a_model_that_cannot_be_traced_is_converted_with_the_reason() -> None:
+    class Branching(Stream):
+        def forward(self, ids: Tensor) -> Tensor:
+            if bool(self.table(ids).sum() > 1e9):
+                return ids.float()
+            return super().forward(ids)
+
+    torch.manual_seed(0)
+    model = Branching().eval()
+    report = dynorm.convert_model(model, batches(), fold_means=True, refine=0)
+    stage = report.meta["stages"]["fold_means"]
+    assert stage["folded"] == 0
+    assert "traceable" in stage["refused"][0]
+    assert all(isinstance(norm, PointwiseNorm) for norm in model.norms)
+
+
+def test_norms_that_are_not_selected_stay_layernorms() -> None:
+    model = stream()
+    dynorm.convert_model(model, batches(), fold_means=True, refine=0, skip="norms.1")
+    kinds = [type(norm) for norm in model.norms]
+    assert kinds[1] is nn.LayerNorm
+    assert issubclass(kinds[0], PointwiseNorm)
+
+
+def test_an_error_puts_norms_weights_and_ties_back() -> None:
+    config = GPT2Config(n_embd=24, n_layer=1, n_head=2, vocab_size=64, n_positions=32)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval()
+    before = copy.deepcopy(model.state_dict())
+    good = [{"input_ids": ids} for ids in batches(4)]
+    bad: list[dict[str, Any]] = [{"input_ids": torch.full((2, 4), 99)}]
+    with pytest.raises(DataError):
+        dynorm.convert_model(model, good, held_out=bad, fold_means=True, refine=0)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert type(model.transformer.ln_f) is nn.LayerNorm
+    assert config.tie_word_embeddings
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    report = dynorm.convert_model(model, good, fold_means=True, refine=0)
+    assert report.meta["stages"]["fold_means"]["untied"] == ["transformer.wte.weight"]
+
+
+def test_a_model_without_layernorms_has_no_means_to_fold() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8), nn.Linear(8, 8)).eval()
+    assert fold_means_(model, torch.randn(4, 8)) is None
+
+
+def test_such_a_model_is_saved_whole_only(tmp_path: Path) -> None:
+    model, (ids, *_) = stream(), batches()
+    dynorm.convert_model(model, batches(), fold_means=True, refine=0)
+    with pytest.raises(ModelError, match="folded"):
+        save(model, tmp_path / "delta", base="own/model")
+    save(model, tmp_path / "whole")
+    torch.testing.assert_close(load(tmp_path / "whole", Stream())(ids), model(ids))
