@@ -207,7 +207,7 @@ def explained_table() -> str:
 def untrained_table() -> str:
     """One row per number of witnesses of the decoder: what it loses on each kind of text."""
     rows = [row for row in load("untrained")["rows"] if row["model"] == "smollm2"]
-    facts = ("model", "witnesses", "seconds", "made_with")
+    facts = ("model", "witnesses", "means_folded", "seconds", "made_with")
     kinds = [name for name in rows[0] if name not in facts]
     lines = [f"| witnesses | {' | '.join(kinds)} |", "|---|" + "---|" * len(kinds)]
     for row in rows:
@@ -225,18 +225,22 @@ def untrained_table() -> str:
 def untrained_others_table() -> str:
     """One row per model and number of witnesses: images and speech."""
     lines = [
-        "| model | witnesses | cosine, mean / worst | neighbours | words |",
-        "|---|---|---|---|---|",
+        "| model | means folded | witnesses | cosine, mean / worst | neighbours | words |",
+        "|---|---|---|---|---|---|",
     ]
     for row in load("untrained")["rows"]:
         if row["model"] == "dinov2":
             cells = (
                 f"{row['cosine_mean']:.3f} / {row['cosine_min']:.3f} | {row['neighbours']:.0%} | "
             )
-            lines.append(f"| DINOv2-small | {row['witnesses']} | {cells}|")
+            lines.append(
+                f"| DINOv2-small | {row['means_folded']} | {row['witnesses']} | {cells}|"
+            )
         if row["model"] == "whisper":
             cells = f"| | {row['word_agreement']:.0%}"
-            lines.append(f"| Whisper tiny.en | {row['witnesses']} | {cells} |")
+            lines.append(
+                f"| Whisper tiny.en | {row['means_folded']} | {row['witnesses']} | {cells} |"
+            )
     return "\n".join(lines)
 
 

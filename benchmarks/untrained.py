@@ -29,6 +29,7 @@ from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
 from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import Inputs, audio_inputs, image_inputs
 from dynorm.jobs.job import CALIBRATION_BLOCKS
+from dynorm.jobs.means import fold_means_
 from dynorm.jobs.speech import Listener
 from dynorm.jobs.texts import split_audio, split_texts
 from dynorm.recipe import AUDIO, IMAGES, Defaults, Recipe
@@ -162,11 +163,13 @@ def row(name: str, subject: Subject, witnesses: int) -> Row:
     model = copy.deepcopy(subject.model)
     recipe = Recipe(witnesses=witnesses).filled_for(subject.model)
     started = time.perf_counter()
+    means = fold_means_(model, next(iter(subject.batches)))
     calibrate(model, subject.batches, recipe)
     seconds = round(time.perf_counter() - started)
     return {
         "model": name,
         "witnesses": witnesses,
+        "means_folded": 0 if means is None else means.folded,
         "seconds": seconds,
         **subject.measure(model),
     }
