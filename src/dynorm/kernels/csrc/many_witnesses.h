@@ -109,7 +109,7 @@ void forward_many(const void* x_, void* y_, std::int64_t n, std::int64_t length,
     const auto parts = next;
     if (i + 2 * length <= n) next = sum_terms<F, T, kLayout>(x + length, length, p);
     if (__builtin_expect(!ordinary<F>(parts.total()), false)) {
-      RareRow<F, T>(x, length, period, kLayout == kRows).forward(y, length);
+      forward_rare<F, T>(x, y, length, period, kLayout == kRows);
       continue;
     }
     of_row.constants.set(p, parts);
@@ -226,10 +226,10 @@ void backward_many(const void* x_, const void* grad_, void* grad_x_, std::int64_
   };
   auto rare = [&](std::int64_t row) {
     const std::int64_t i = row * stride;
-    RareRow<F, T> rare_row(x + i, stride, period, kLayout == kRows);
-    rare_row.backward(grad + i, to(i), stride, [&](std::int64_t j, const double* numbers) {
+    auto add_up = [&](std::int64_t j, int, const double* numbers) {
       for (int s = 0; sums && s <= kWitnessSums; ++s) sums[s * padded + j] += (typename C::Number)numbers[s];
-    });
+    };
+    backward_rare<F, T>(x + i, grad + i, to(i), stride, period, kLayout == kRows, add_up);
   };
   in_groups<kRowsTogether>(rows, prepare, together, one, rare);
 }

@@ -124,7 +124,7 @@ struct RareRow {
     }
   }
 
-  // add(j, numbers) gets what channel j has for each of the sums, the last of which is that of the gains.
+  // add(j, place, numbers) gets what channel j has for each of the sums, the last of which is that of the gains.
   template <class Add>
   void backward(const T* grad, T* grad_x, std::int64_t n, const Add& add) {
     using C = typename ComputedIn<T>::Type;
@@ -143,10 +143,22 @@ struct RareRow {
       if (far > kLimit || far < -kLimit) d.x = 0;
       if (grad_x) store_some<C>(grad_x + j, 1, C::splat_of((Number)d.x));
       const double numbers[kWitnessSums + 1] = {g, d.left * d.right, d.constant, d.x, d.shift, u(j) * others * u(j)};
-      add(j, numbers);
+      add(j, place_of(j), numbers);
     }
   }
 };
+
+// Not inlined: the loops that call these would be compiled to slower code.
+template <int F, class T>
+__attribute__((noinline, cold)) void forward_rare(const T* x, T* y, std::int64_t n, const Period& period,
+                                                  bool many_constants) {
+  RareRow<F, T>(x, n, period, many_constants).forward(y, n);
+}
+template <int F, class T, class Add>
+__attribute__((noinline, cold)) void backward_rare(const T* x, const T* grad, T* grad_x, std::int64_t n,
+                                                   const Period& period, bool many_constants, const Add& add) {
+  RareRow<F, T>(x, n, period, many_constants).backward(grad, grad_x, n, add);
+}
 
 // kRowsTogether rows side by side where all are ordinary, else one by one, and a rare one by itself. prepare(row, count)
 // reads rows ahead and returns how many of them are ordinary before the first that is not; one(row, k) is the k-th of these.

@@ -156,7 +156,7 @@ void forward_few(const void* x_, void* y_, std::int64_t n, std::int64_t length, 
       const std::int64_t row = first + r;
       take(row + 2 * together, ahead[(block + 2) % 3], r * kVeryFew);
       if (__builtin_expect(!ordinary<F>(here.totals[r * kVeryFew]), false)) {
-        RareRow<F, T>(x + row * length, length, period, kLayout == kRows).forward(y + row * length, length);
+        forward_rare<F, T>(x + row * length, y + row * length, length, period, kLayout == kRows);
         continue;
       }
       of_row.row.set(p, here.totals[r * kVeryFew]);
@@ -298,14 +298,13 @@ void backward_few(const void* x_, const void* grad_, void* grad_x_, std::int64_t
   };
   auto rare = [&](std::int64_t row) {
     const std::int64_t i = row * stride;
-    RareRow<F, T> rare_row(x + i, stride, period, kLayout == kRows);
-    rare_row.backward(grad + i, to(i), stride, [&](std::int64_t j, const double* numbers) {
-      const int place = rare_row.place_of(j);
+    auto add_up = [&](std::int64_t j, int place, const double* numbers) {
       for (int s = 0; place >= 0 && s <= kWitnessSums; ++s) columns.rare[s][place] += (typename C::Number)numbers[s];
       for (int s = 0; place < 0 && sums && s < kWitnessSums; ++s) {
         sums[s * padded + j] += (typename C::Number)numbers[s];
       }
-    });
+    };
+    backward_rare<F, T>(x + i, grad + i, to(i), stride, period, kLayout == kRows, add_up);
   };
   in_groups<kRowsTogether>(rows, prepare, together, one, rare);
   if (sums) columns.write(sums, padded, w);
