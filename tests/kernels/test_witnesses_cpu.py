@@ -17,6 +17,8 @@ from tests.kernels.definition import (
     NAN,
     TOLERANCES,
     compare,
+    compare_where_infinite,
+    infinite_witnesses,
     make,
     require_same_for_all_threads,
     require_same_whatever_is_wanted,
@@ -129,6 +131,29 @@ def test_edges_are_the_definition_s(
     assert found is not None
     assert found[~known].isnan().any()
     assert_close(found[known], slope[known], rtol=4 * TOLERANCES[dtype], atol=4 * TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
+@pytest.mark.parametrize("count", [1, 2, 5, 16, 17, 40], ids=lambda count: f"{count} witnesses")
+@pytest.mark.parametrize("sign", ["plus", "minus", "both"])
+def test_any_number_of_infinite_witnesses(
+    instructions: str, function: int, dtype: torch.dtype, count: int, sign: str
+) -> None:
+    """Few and many: equal infinities share the sum, in proportion to their gains."""
+    form, x, parameters = infinite_witnesses(function, dtype, count, sign)
+    compare_where_infinite(_cpu, form, x, parameters, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("count", [2, 5, 16, 17, 40])
+def test_equal_infinities_share_the_sum(instructions: str, count: int) -> None:
+    """``1 / sqrt(n)`` each: of n equal numbers, however large, each is that part of their size."""
+    x = torch.zeros(1, 40)
+    x[0, :count] = INF
+    form = Form(DYISRU, False, 1.0, 40, 1, tuple(range(count)))
+    y = _cpu.forward(form, x, Parameters(torch.ones(1)))
+    assert_close(y[0, :count], torch.full((count,), count**-0.5))
+    assert not y[0, count:].any()
 
 
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
