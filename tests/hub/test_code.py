@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
+from dynorm.arguments import MOST_CHOSEN
 from dynorm.errors import ModelError, StorageError
 from dynorm.hub import modeling_dynorm, save
 from dynorm.layers.rmsnorm import RMSNorm
@@ -283,6 +284,10 @@ def test_every_layer_that_can_be_saved_is_in_the_file() -> None:
     # Programs replace classes with such a name.
     for kind in modeling_dynorm.LAYERS.values():
         assert not kind.__name__.endswith(("RMSNorm", "LayerNorm"))
+
+
+def test_the_file_adds_as_many_witnesses_one_by_one_as_the_definition() -> None:
+    assert modeling_dynorm.MOST_CHOSEN == MOST_CHOSEN
 
 
 def test_the_folder_does_not_load_as_a_model_with_norms(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from dynorm.errors import ArgumentError
 from dynorm.kernels import _triton
 from dynorm.kernels._dispatch import plain
 from dynorm.kernels._form import Form, FunctionCode, Parameters
+from tests.kernels.definition import compare_where_infinite, infinite_witnesses
 
 FUNCTIONS = DYISRU, DYT, DERF, LINEAR = tuple(FunctionCode)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -306,6 +307,19 @@ def test_a_massive_witness(function: int) -> None:
     assert_close(y.double()[finite], expected.detach()[finite], rtol=1e-5, atol=1e-6)
     assert grad_x is not None
     assert_close(grad_x.double(), slope, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("count", [1, 5, 16, 17, 40], ids=lambda count: f"{count} witnesses")
+@pytest.mark.parametrize("sign", ["plus", "both"])
+def test_any_number_of_infinite_witnesses(
+    function: int, dtype: torch.dtype, count: int, sign: str
+) -> None:
+    """Few and many: equal infinities share the sum, in proportion to their gains."""
+    form, x, parameters = infinite_witnesses(function, dtype, count, sign)
+    with np.errstate(all="ignore"):
+        compare_where_infinite(_triton, form, x, parameters, max(TOLERANCE[dtype]))
 
 
 # In witnesses, in other channels, in both; in one and in more.

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Up to this number of witnesses their squares are added one by one.
+MOST_CHOSEN = 16
 # config.json has this key and value, and the configuration below removes it. If the model is loaded
 # without this file, transformers takes the value for the name of a file, and quotes it in its
 # error. Otherwise it would load the model with norms, and only warn.
@@ -112,7 +114,7 @@ class PointwiseLayer(nn.Module):
             return total
         channels = torch.arange(u.shape[-1], device=u.device)
         gains = self.log_gain.to(u.dtype).exp()
-        if len(self.witnesses) > 16:
+        if len(self.witnesses) > MOST_CHOSEN:
             return self._sum_of_many(u, gains, leave_one_out)
         for gain, channel in zip(gains, self.witnesses, strict=True):
             square = gain * u[..., channel : channel + 1].square()

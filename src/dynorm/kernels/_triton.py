@@ -16,6 +16,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from dynorm.arguments import MOST_CHOSEN
 from dynorm.errors import ArgumentError
 from dynorm.kernels._form import Form, FunctionCode, Parameters
 
@@ -32,9 +33,6 @@ _PROGRAMS = 1024
 _BACKWARD_TILE = 2048
 # The most columns of any tile.
 _WIDEST = 512
-# More witnesses than this are computed with all channels, from sums along each row: the code of the
-# other kernels grows with each witness.
-_MOST_FEW = 16
 
 Candidate = TypeVar("Candidate")
 _chosen: dict[Hashable, object] = {}
@@ -141,7 +139,7 @@ def backward(
     """
     _check(form, x, grad, parameters)
     channels, inner = form.channels, form.inner
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(x.dtype, torch.float32)
     few, many = _few_or_many(form)
     count = few + many
     kinds = 6 if count else 5
@@ -204,14 +202,16 @@ def backward(
             return grad_x, None
         sums = torch.empty(kinds, channels, dtype=dtype, device=x.device)
         kinds_summed = partial_sums.shape[1]
+        # The constant, the bias and, of many witnesses, the gains are always summed.
+        present = 0b110001
+        for kind, parameter in enumerate(inputs[1:4], start=1):
+            present |= (parameter is not None) << kind
         reduce_kernel[(ceil_divide(channels, 64), kinds_summed)](
             partial_sums,
             sums,
             chunks,
             channels,
-            WITH_SHIFT=inputs.shift is not None,
-            WITH_CENTER=inputs.center is not None,
-            WITH_WEIGHT=inputs.weight is not None,
+            PRESENT=present,
             KINDS=kinds_summed,
             BLOCK_CHUNKS=32,
             BLOCK_CHANNELS=64,
@@ -258,14 +258,18 @@ def gradients(
 
 
 def _few_or_many(form: Form) -> tuple[int, int]:
-    """Return the number of witnesses, and 0 for the other way in which they are computed."""
+    """Return the number of witnesses, and 0 for the other way in which they are computed.
+
+    Many are computed with all channels, from sums along each row, because the code for few grows
+    with each witness.
+    """
     count = len(form.witnesses)
-    return (count, 0) if count <= _MOST_FEW else (0, count)
+    return (count, 0) if count <= MOST_CHOSEN else (0, count)
 
 
 def _term_gain(form: Form, x: Tensor, parameters: Parameters) -> Tensor:
     """Return the gain of each channel's square in the sum of a row: 0 if it is no witness."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(x.dtype, torch.float32)
     gains = torch.zeros(form.channels, dtype=dtype, device=x.device)
     witnesses = _channels(form.witnesses, x.device)
     assert witnesses is not None

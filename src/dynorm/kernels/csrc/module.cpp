@@ -416,9 +416,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "dynorm.kernels._native", nullp
 PyMODINIT_FUNC PyInit__native() {
   chosen = best();
   PyObject* module = PyModule_Create(&definition);
-  if (module == nullptr) return nullptr;
-  if (PyModule_AddIntConstant(module, "MOST_WITNESSES", kMostWitnesses) < 0 ||
-      PyModule_AddIntConstant(module, "MOST_FEW", dynorm::kMostFew) < 0) {
+  if (module != nullptr && PyModule_AddIntConstant(module, "MOST_WITNESSES", kMostWitnesses) < 0) {
     Py_DECREF(module);
     return nullptr;
   }
