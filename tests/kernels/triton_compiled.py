@@ -41,9 +41,8 @@ def pointers(dtype: str, **present: bool) -> dict[str, Any]:
 
 
 def constants_of(function: int, per_channel: bool) -> dict[str, Any]:
-    flags = dict.fromkeys(("CONSTANTS", "SHIFTS", "CENTERS"), per_channel)
     parts = pointers("fp32", constant=True, shift=function == DERF, center=per_channel, weight=True)
-    return {"FUNCTION": function, **flags, **parts}
+    return {"FUNCTION": function, "PER_CHANNEL": per_channel, **parts}
 
 
 MANY = 128

@@ -166,6 +166,23 @@ def test_parts_may_be_left_out_and_constants_shared(
     check_sums(sums, exact, torch.float64)
 
 
+@pytest.mark.parametrize("one", ["constant", "shift", "center"])
+def test_one_constant_may_be_shared_while_others_differ(one: str) -> None:
+    x, grad = sample(7, 33, seed=0), sample(7, 33, seed=9)
+    p = parts(DERF, 33, torch.float64)
+    whole = p[one]
+    assert whole is not None
+    p[one] = whole[:1].clone()
+    form = form_of(DERF, x, -1, 0.3)
+    grad_x, sums = _triton.backward(form, grad, x, given(p))
+    exact, exact_x = in_float64(p), x.clone().requires_grad_()
+    expected = reference(DERF, exact_x, exact, 0.3)
+    expected.backward(grad)
+    assert_close(_triton.forward(form, x, given(p)), expected.detach())
+    assert_close(grad_x, exact_x.grad)
+    check_sums(sums, exact, torch.float64)
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_infinities_and_nan_are_those_of_the_definition(function: int, dtype: torch.dtype) -> None:

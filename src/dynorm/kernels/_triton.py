@@ -75,7 +75,7 @@ def forward(
     columns = form.channels if last else form.inner
     rows = x.numel() // columns
     block = min(power_of_2(columns), _WIDEST)
-    inputs = parameters._replace(constant=form.constant(parameters.constant))
+    inputs = kernel_parameters(form, parameters)
     witnesses = _channels(form.witnesses, x.device)
     in_place = y.data_ptr() == x.data_ptr()
     few, many = _few_or_many(form)
@@ -89,7 +89,7 @@ def forward(
         "CHANNELS_LAST": last,
         "BLOCK_COLUMNS": block,
         "WITNESSES": few,
-        **per_channel(inputs),
+        "PER_CHANNEL": inputs.constant.numel() > 1,
     }
     term_gain, sums = None, None
     if many:
@@ -162,14 +162,14 @@ def backward(
         partial_sums = torch.empty(size, dtype=dtype, device=x.device)
     # The gradients by T, which the programs of a token's other channels send to its few witnesses.
     rows = torch.empty(blocks, outer, dtype=dtype, device=x.device) if few else None
-    inputs = parameters._replace(constant=form.constant(parameters.constant))
+    inputs = kernel_parameters(form, parameters)
     witnesses = _channels(form.witnesses, x.device)
     # The bias has no part in any gradient.
     tensors = (grad, x, *inputs[:4], witnesses, inputs.log_gain, grad_x)
     options = {
         "FUNCTION": int(form.function),
         "WITNESSES": few,
-        **per_channel(inputs),
+        "PER_CHANNEL": inputs.constant.numel() > 1,
         "num_warps": 4,
     }
     term_gain, sums_of_rows = None, None
@@ -292,7 +292,7 @@ def _row_sums(
         rows_kernel[(ceil_divide(rows, height),)](
             *(grad, x, *inputs[:4], term_gain, sums, rows, form.channels, form.scale),
             FUNCTION=int(form.function),
-            **per_channel(inputs),
+            PER_CHANNEL=inputs.constant.numel() > 1,
             BLOCK_ROWS=height,
             BLOCK_COLUMNS=columns,
             num_warps=4,
@@ -330,13 +330,22 @@ def _backward_tiles(
     return rows, columns, ceil_divide(channels, rows), outer * ceil_divide(inner, columns)
 
 
-def per_channel(parameters: Sequence[Tensor | None]) -> dict[str, bool]:
-    """Return for constant, shift and center whether each has one value per channel."""
-    names = ("CONSTANTS", "SHIFTS", "CENTERS")
-    return {
-        name: parameter is not None and parameter.numel() > 1
-        for name, parameter in zip(names, parameters, strict=False)
-    }
+def kernel_parameters(form: Form, parameters: Parameters) -> Parameters:
+    """Return the parameters as the kernels take them.
+
+    The constant is not a logarithm. Constant, shift and center have one value for all channels, or
+    each of them has one per channel.
+    """
+    constants = (form.constant(parameters.constant), *parameters[1:3])
+    if max(c.numel() for c in constants if c is not None) > 1:
+        constants = tuple(None if c is None else _repeated(c, form.channels) for c in constants)
+    return Parameters(*constants, *parameters[3:])
+
+
+def _repeated(constant: Tensor, channels: int) -> Tensor:
+    if constant.numel() > 1:
+        return constant
+    return constant.reshape(-1).expand(channels).contiguous()
 
 
 def _check(form: Form, x: Tensor, other: Tensor, parameters: Parameters) -> None:

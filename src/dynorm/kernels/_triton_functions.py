@@ -90,24 +90,25 @@ def shared(
     channel,
     inside,
     scale,
-    CONSTANTS: tl.constexpr,
-    SHIFTS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     """Load the constant, the shift, and ``weight * scale`` of the channels of a tile."""
     constant_ptr, shift_ptr, weight_ptr = pointers
-    constant = parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE)
-    shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
+    constant = parameter(constant_ptr, channel, inside, PER_CHANNEL, COMPUTE)
+    shift = parameter(shift_ptr, channel, inside, PER_CHANNEL, COMPUTE)
     weight = parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
     return constant, shift, tl.full([], scale, COMPUTE) * weight
 
 
 @triton.jit
-def centered(pointers, offset, mask, channel, inside, CENTERS: tl.constexpr, COMPUTE: tl.constexpr):
+def centered(
+    pointers, offset, mask, channel, inside, PER_CHANNEL: tl.constexpr, COMPUTE: tl.constexpr
+):
     """Load a tile of x and subtract the centres of its channels."""
     x_ptr, center_ptr = pointers
     x = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
-    return x - parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
+    return x - parameter(center_ptr, channel, inside, PER_CHANNEL, COMPUTE)
 
 
 @triton.jit
@@ -133,7 +134,7 @@ def sum_few(
     unit,
     WITNESSES: tl.constexpr,
     LEFT_OUT: tl.constexpr,
-    CENTERS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     """Sum ``g_k (unit u_k)**2`` over few witnesses; ``LEFT_OUT``: a witness is not in its own sum."""
@@ -143,7 +144,7 @@ def sum_few(
     for i in tl.static_range(WITNESSES):
         k = tl.load(witness_ptr + i)
         offset = row * channels + k
-        u = centered((x_ptr, center_ptr), offset, row < rows, k, k >= 0, CENTERS, COMPUTE)
+        u = centered((x_ptr, center_ptr), offset, row < rows, k, k >= 0, PER_CHANNEL, COMPUTE)
         u = clamped(u) * unit
         term = u * u
         if log_gain_ptr is not None:
@@ -164,13 +165,13 @@ def of_few(
     channel,
     WITNESSES: tl.constexpr,
     FUNCTION: tl.constexpr,
-    CENTERS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     """Compute each row's unit, and what :func:`of_sum` does, with few witnesses."""
-    total = sum_few(tensors, place, channel, 1.0, WITNESSES, False, CENTERS, COMPUTE)
+    total = sum_few(tensors, place, channel, 1.0, WITNESSES, False, PER_CHANNEL, COMPUTE)
     unit = unit_of(total)
-    total = sum_few(tensors, place, channel, unit, WITNESSES, FUNCTION == 0, CENTERS, COMPUTE)
+    total = sum_few(tensors, place, channel, unit, WITNESSES, FUNCTION == 0, PER_CHANNEL, COMPUTE)
     constant, root = of_sum(constant, total, unit, FUNCTION)
     return unit, constant, root
 

@@ -49,9 +49,7 @@ def forward_kernel(
     scale: tl.float64,
     FUNCTION: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHIFTS: tl.constexpr,
-    CENTERS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     WITNESSES: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     ELEMENTS: tl.constexpr,
@@ -80,15 +78,14 @@ def forward_kernel(
 
     # 64 bits: an input may have more than 2**31 elements.
     offset = row * columns + column
-    u = centered((x_ptr, center_ptr), offset, mask, channel, inside, CENTERS, COMPUTE)
+    u = centered((x_ptr, center_ptr), offset, mask, channel, inside, PER_CHANNEL, COMPUTE)
     constant, shift, gain = shared(
-        *((constant_ptr, shift_ptr, weight_ptr), channel, inside, scale),
-        *(CONSTANTS, SHIFTS, COMPUTE),
+        (constant_ptr, shift_ptr, weight_ptr), channel, inside, scale, PER_CHANNEL, COMPUTE
     )
     if WITNESSES > 0:
         unit, constant, _ = of_few(
             *(constant, (x_ptr, center_ptr, witness_ptr, log_gain_ptr)),
-            *((row, rows, columns), channel, WITNESSES, FUNCTION, CENTERS, COMPUTE),
+            *((row, rows, columns), channel, WITNESSES, FUNCTION, PER_CHANNEL, COMPUTE),
         )
         u = clamped(u) * unit
     elif term_gain_ptr is not None:
@@ -124,9 +121,7 @@ def backward_kernel(
     scale: tl.float64,
     FUNCTION: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHIFTS: tl.constexpr,
-    CENTERS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     WITNESSES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -152,8 +147,7 @@ def backward_kernel(
     channel = tl.expand_dims(channel_list, SUMMED)
     inside = channel < channels
     constant, shift, gain = shared(
-        *((constant_ptr, shift_ptr, weight_ptr), channel, inside, scale),
-        *(CONSTANTS, SHIFTS, COMPUTE),
+        (constant_ptr, shift_ptr, weight_ptr), channel, inside, scale, PER_CHANNEL, COMPUTE
     )
     if term_gain_ptr is not None:
         term_gain = tl.load(term_gain_ptr + channel, inside, other=0.0)
@@ -179,12 +173,12 @@ def backward_kernel(
             mask = inside & (position < inner)
             offset = ((step // inner_blocks) * channels + channel) * inner + position
         grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
-        u = centered((x_ptr, center_ptr), offset, mask, channel, inside, CENTERS, COMPUTE)
+        u = centered((x_ptr, center_ptr), offset, mask, channel, inside, PER_CHANNEL, COMPUTE)
         bounded, of_row = u, constant
         if WITNESSES > 0:
             unit, of_row, root = of_few(
                 *(constant, (x_ptr, center_ptr, witness_ptr, log_gain_ptr)),
-                *((token, outer, channels), channel, WITNESSES, FUNCTION, CENTERS, COMPUTE),
+                *((token, outer, channels), channel, WITNESSES, FUNCTION, PER_CHANNEL, COMPUTE),
             )
         elif term_gain_ptr is not None:
             unit, of_row, root = of_many(constant, u, term_gain, token, outer, sums_ptr, FUNCTION)
@@ -262,7 +256,7 @@ def sum_many(
     tensors,
     place,
     unit,
-    CENTERS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -278,7 +272,7 @@ def sum_many(
         inside = channel < channels
         u = centered(
             *((x_ptr, center_ptr), row * channels + channel, (row < rows) & inside),
-            *(channel, inside, CENTERS, COMPUTE),
+            *(channel, inside, PER_CHANNEL, COMPUTE),
         )
         gain = tl.load(term_gain_ptr + channel, inside, other=0.0)
         term = terms_of(clamped(u) * unit, gain)
@@ -306,9 +300,7 @@ def rows_kernel(
     channels,
     scale: tl.float64,
     FUNCTION: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHIFTS: tl.constexpr,
-    CENTERS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -323,10 +315,12 @@ def rows_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     tensors, place = (x_ptr, center_ptr, term_gain_ptr), (row, rows, channels)
     one = tl.full([BLOCK_ROWS, 1], 1.0, COMPUTE)
-    total, rest = sum_many(tensors, place, one, CENTERS, COMPUTE, BLOCK_ROWS, BLOCK_COLUMNS)
+    total, rest = sum_many(tensors, place, one, PER_CHANNEL, COMPUTE, BLOCK_ROWS, BLOCK_COLUMNS)
     unit = unit_of(total)
     if tl.min(tl.min(unit, 1), 0) < 1.0:
-        total, rest = sum_many(tensors, place, unit, CENTERS, COMPUTE, BLOCK_ROWS, BLOCK_COLUMNS)
+        total, rest = sum_many(
+            tensors, place, unit, PER_CHANNEL, COMPUTE, BLOCK_ROWS, BLOCK_COLUMNS
+        )
     tl.store(sums_ptr + row, unit, row < rows)
     tl.store(sums_ptr + rows + row, total, row < rows)
     tl.store(sums_ptr + 2 * rows + row, rest, row < rows)
@@ -339,12 +333,11 @@ def rows_kernel(
             mask = (row < rows) & inside
             offset = row * channels + channel
             grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
-            u = centered((x_ptr, center_ptr), offset, mask, channel, inside, CENTERS, COMPUTE)
+            u = centered((x_ptr, center_ptr), offset, mask, channel, inside, PER_CHANNEL, COMPUTE)
             u = clamped(u) * unit
             term = terms_of(u, tl.load(term_gain_ptr + channel, inside, other=0.0))
             constant, shift, gain = shared(
-                *((constant_ptr, shift_ptr, weight_ptr), channel, inside, scale),
-                *(CONSTANTS, SHIFTS, COMPUTE),
+                (constant_ptr, shift_ptr, weight_ptr), channel, inside, scale, PER_CHANNEL, COMPUTE
             )
             of_this = without(term, total, rest) if FUNCTION == 0 else total
             of_row, _ = of_sum(constant, of_this, unit, FUNCTION)
@@ -380,9 +373,7 @@ def witness_kernel(
     all_steps,
     scale: tl.float64,
     FUNCTION: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHIFTS: tl.constexpr,
-    CENTERS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     WITNESSES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WITNESSES: tl.constexpr,
@@ -400,8 +391,7 @@ def witness_kernel(
     inside = place < WITNESSES
     channel = tl.load(witness_ptr + place, inside, other=0)
     constant, shift, factor = shared(
-        *((constant_ptr, shift_ptr, weight_ptr), channel, inside, scale),
-        *(CONSTANTS, SHIFTS, COMPUTE),
+        (constant_ptr, shift_ptr, weight_ptr), channel, inside, scale, PER_CHANNEL, COMPUTE
     )
     gain = tl.where(inside, tl.full([], 1.0, COMPUTE), 0.0)
     if log_gain_ptr is not None:
@@ -414,10 +404,10 @@ def witness_kernel(
         mask = (token < outer) & inside
         offset = token * channels + channel
         grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
-        u = centered((x_ptr, center_ptr), offset, mask, channel, inside, CENTERS, COMPUTE)
+        u = centered((x_ptr, center_ptr), offset, mask, channel, inside, PER_CHANNEL, COMPUTE)
         unit, of_row, _ = of_few(
             *(constant, (x_ptr, center_ptr, witness_ptr, log_gain_ptr)),
-            *((token, outer, channels), channel, WITNESSES, FUNCTION, CENTERS, COMPUTE),
+            *((token, outer, channels), channel, WITNESSES, FUNCTION, PER_CHANNEL, COMPUTE),
         )
         bounded = clamped(u) * unit
         _, slope, by_constant, _ = derivatives(bounded, of_row, shift, FUNCTION, NARROW)
