@@ -336,16 +336,18 @@ def kernel_parameters(form: Form, parameters: Parameters) -> Parameters:
     The constant is not a logarithm. Constant, shift and center have one value for all channels, or
     each of them has one per channel.
     """
-    constants = (form.constant(parameters.constant), *parameters[1:3])
-    if max(c.numel() for c in constants if c is not None) > 1:
-        constants = tuple(None if c is None else _repeated(c, form.channels) for c in constants)
-    return Parameters(*constants, *parameters[3:])
-
-
-def _repeated(constant: Tensor, channels: int) -> Tensor:
-    if constant.numel() > 1:
-        return constant
-    return constant.reshape(-1).expand(channels).contiguous()
+    inputs = parameters._replace(constant=form.constant(parameters.constant))
+    constants = {}
+    for name, constant in zip(Parameters._fields[:3], inputs, strict=False):
+        if constant is not None:
+            constants[name] = constant
+    sizes = [constant.numel() for constant in constants.values()]
+    if min(sizes) == max(sizes):
+        return inputs
+    for name, constant in constants.items():
+        if constant.numel() == 1:
+            constants[name] = constant.reshape(-1).expand(form.channels).contiguous()
+    return inputs._replace(**constants)
 
 
 def _check(form: Form, x: Tensor, other: Tensor, parameters: Parameters) -> None:
