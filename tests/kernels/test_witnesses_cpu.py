@@ -188,6 +188,8 @@ def test_what_is_wanted_changes_no_other(function: int) -> None:
         torch.randn(23, 48),
         Form(function, False, 1.3, 48, 1, (47, 0, 20)),
     )
+    # A row that is computed number by number.
+    x[5, [47, 0]] = INF
     require_same_whatever_is_wanted(form, grad, x, parameters)
 
 
@@ -220,6 +222,8 @@ def test_large_outputs_that_pass_by_the_caches(
 ) -> None:
     """Where a line is written once: the second way ends in a vector that is not written past the caches."""
     x = torch.randn(8300, channels).to(dtype)
+    # A row that is computed number by number.
+    x[4050, witnesses[0]] = INF
     parameters = with_gains(
         make(channels, torch.float32, per_channel=True, everything=True), len(witnesses)
     )
