@@ -21,7 +21,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dynorm.errors import ArgumentError
 from dynorm.kernels._form import Form, Parameters
-from dynorm.kernels._triton import ceil_divide, check_parameters, choose, interpreted, per_channel
+from dynorm.kernels._triton import (
+    ceil_divide,
+    check_parameters,
+    choose,
+    interpreted,
+    kernel_parameters,
+)
 from dynorm.kernels._triton_functions import parameter, value
 
 # From Hopper on, the copy engine loads tiles by descriptors; it wants addresses and rows aligned to
@@ -90,8 +96,8 @@ def gemm_add_forward(
     """
     _check(a, b, residual)
     (m, k), n = a.shape, b.shape[1]
-    given = (form.constant(parameters.constant), *parameters[1:5])
-    check_parameters(a, n, given)
+    check_parameters(a, n, parameters[:5])
+    given = kernel_parameters(form, parameters)[:5]
     check_parameters(a, n, (None, None, None, gemm_bias))
     h, y = torch.empty_like(residual), torch.empty_like(residual)
     if not h.numel():
@@ -104,7 +110,7 @@ def gemm_add_forward(
     )
     options = {
         "FUNCTION": int(form.function),
-        **per_channel(given),
+        "PER_CHANNEL": given[0].numel() > 1,
         "DESCRIPTORS": described,
         "B_BY_COLUMNS": by_columns,
         "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
@@ -211,9 +217,7 @@ def gemm_add_kernel(
     b_by_n,
     scale,
     FUNCTION: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHIFTS: tl.constexpr,
-    CENTERS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     B_BY_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -267,12 +271,12 @@ def gemm_add_kernel(
             upper, lower = tl.split(halves)
             columns = n.to(tl.int64) + tl.arange(0, BLOCK_N // 2)
             finish(upper, rows, columns, M, N, residual_ptr, gemm_bias_ptr, parameters, y_ptr, h_ptr, scale,
-                   FUNCTION, CONSTANTS, SHIFTS, CENTERS)  # fmt: skip
+                   FUNCTION, PER_CHANNEL)  # fmt: skip
             finish(lower, rows, columns + BLOCK_N // 2, M, N, residual_ptr, gemm_bias_ptr, parameters, y_ptr, h_ptr,
-                   scale, FUNCTION, CONSTANTS, SHIFTS, CENTERS)  # fmt: skip
+                   scale, FUNCTION, PER_CHANNEL)  # fmt: skip
         else:
             finish(total, rows, columns, M, N, residual_ptr, gemm_bias_ptr, parameters, y_ptr, h_ptr, scale,
-                   FUNCTION, CONSTANTS, SHIFTS, CENTERS)  # fmt: skip
+                   FUNCTION, PER_CHANNEL)  # fmt: skip
 
 
 @triton.jit
@@ -289,9 +293,7 @@ def finish(
     h_ptr,
     scale,
     FUNCTION: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHIFTS: tl.constexpr,
-    CENTERS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
 ):
     """Add the bias and the residual to a tile of the product, store it, and its function."""
     constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr = parameters
@@ -306,12 +308,12 @@ def finish(
     tl.store(h_ptr + offset, h, mask)
     u = h.to(tl.float32)
     if center_ptr is not None:
-        u -= parameter(center_ptr, channel, inside, CENTERS, tl.float32)
+        u -= parameter(center_ptr, channel, inside, PER_CHANNEL, tl.float32)
     shift = 0.0
     if shift_ptr is not None:
-        shift = parameter(shift_ptr, channel, inside, SHIFTS, tl.float32)
+        shift = parameter(shift_ptr, channel, inside, PER_CHANNEL, tl.float32)
     NARROW: tl.constexpr = h_ptr.dtype.element_ty.primitive_bitwidth < 32
-    constant = parameter(constant_ptr, channel, inside, CONSTANTS, tl.float32)
+    constant = parameter(constant_ptr, channel, inside, PER_CHANNEL, tl.float32)
     y = value(u, constant, shift, FUNCTION, NARROW) * scale
     if weight_ptr is not None:
         y *= parameter(weight_ptr, channel, inside, True, tl.float32)

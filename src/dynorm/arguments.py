@@ -15,6 +15,12 @@ Axes = int | tuple[int, ...]
 Constant = float | Tensor
 Shape = int | Sequence[int]
 
+MOST_CHOSEN = 16
+"""Up to this number of witnesses they are chosen one by one; more are a sample of all channels.
+
+All of dynorm computes the two in different ways: kMostFew in kernels/csrc/types.h is the same number.
+"""
+
 # Calls that show whether something watches operations one by one: functorch's transforms, modes,
 # torch.jit.trace. Each returns None, 0 or False if not.
 WATCHERS: tuple[Callable[[], object], ...] = (

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from dynorm.arguments import (
+    MOST_CHOSEN,
     Axes,
     Constant,
     check_not_negative,
@@ -457,8 +458,6 @@ def _at_least(size: Tensor, least: Constant) -> Tensor:
 # The smallest normal number of float16, so that it stays a divisor after a conversion to it.
 _SMALLEST_UNIT = 2.0**-14
 
-# Up to this number of witnesses their squares are added one by one.
-_ONE_BY_ONE = 16
 _WitnessesAndGains = tuple[Tensor | None, Tensor | None]
 
 
@@ -528,7 +527,7 @@ def _shifted(
     last = tuple(range(-len(axes), 0))
     flat = u.movedim(axes, last).flatten(-len(axes))
     chosen = flat.index_select(-1, witnesses)
-    is_sample = len(witnesses) > _ONE_BY_ONE
+    is_sample = len(witnesses) > MOST_CHOSEN
     sizes = chosen.detach().abs()
     # The few are compared and added one by one, so that there is no reduction, not even over them.
     largest = sizes.amax(-1) if is_sample else reduce(torch.maximum, sizes.unbind(-1))

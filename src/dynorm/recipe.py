@@ -17,7 +17,13 @@ from typing import Any, Literal, TypedDict
 
 from torch import nn
 
-from dynorm.arguments import check_count, check_not_negative, check_positive, check_share
+from dynorm.arguments import (
+    MOST_CHOSEN,
+    check_count,
+    check_not_negative,
+    check_positive,
+    check_share,
+)
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.family import AUTO, NAMES, layer_class
 from dynorm.files import write_text
@@ -60,8 +66,6 @@ class Defaults:
     max_length: int | None = None
 
 
-MOST_CHOSEN = 16
-"""Up to this number of witnesses they are chosen one by one; more are a sample of all channels."""
 ENCODER = Defaults(
     max_length=128,
     batch=32,

@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 import dynorm
 from dynorm import functional
+from dynorm.arguments import MOST_CHOSEN
 from dynorm.fit.witnesses import Sample, TokenScales
 from dynorm.ranks import Ranks
-from dynorm.recipe import MOST_CHOSEN
 from dynorm.replace.converted import dynorm_layers
 
 CHANNELS = 192
@@ -182,7 +182,7 @@ def test_the_sum_of_many_is_that_of_few(
     call = getattr(functional, function)
     results = []
     for one_by_one in (MOST_CHOSEN, 100):
-        monkeypatch.setattr(functional, "_ONE_BY_ONE", one_by_one)
+        monkeypatch.setattr(functional, "MOST_CHOSEN", one_by_one)
         inputs = [x.clone().requires_grad_(), gain.clone().requires_grad_()]
         y = call(inputs[0], 2.0, dim=dim, witnesses=witnesses, gain=inputs[1])
         results.append([y, *torch.autograd.grad(y.sin().sum(), inputs)])
@@ -199,5 +199,5 @@ def test_many_witnesses_take_infinite_and_missing_numbers_as_few_do(
     x[3] = 0.0
     witnesses = torch.arange(20)
     many = functional.dyisru(x, 2.0, witnesses=witnesses)
-    monkeypatch.setattr(functional, "_ONE_BY_ONE", 100)
+    monkeypatch.setattr(functional, "MOST_CHOSEN", 100)
     assert_close(many, functional.dyisru(x, 2.0, witnesses=witnesses), equal_nan=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
+from dynorm.arguments import MOST_CHOSEN
 from dynorm.errors import ModelError, StorageError
 from dynorm.hub import modeling_dynorm, save
 from dynorm.layers.rmsnorm import RMSNorm
@@ -267,6 +268,28 @@ def test_huge_inputs_give_numbers(function: str) -> None:
     assert code(x).isfinite().all()
 
 
+@pytest.mark.parametrize("kind", [dynorm.DyISRU, dynorm.DyT, dynorm.Derf, dynorm.LinearControl])
+@pytest.mark.parametrize("count", [1, 5, 16, 17, 40])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_any_number_of_infinite_witnesses_gives_what_dynorm_gives(
+    kind: Any, count: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    layer = filled(kind(40, witnesses=tuple(range(39, 39 - count, -1))))
+    code: Any = modeling_dynorm.LAYERS[LAYER_NAMES[kind]](**layer.config())
+    state = layer.state_dict()
+    state.pop("witnesses", None)
+    code.load_state_dict(state)
+    layer, code = layer.to(dtype), code.to(dtype)
+    x = torch.randn(4, 40, dtype=dtype)
+    x[0, 40 - count :] = math.inf
+    x[1, 40 - count :: 2] = -math.inf
+    x[2, 39], x[2, 0] = 1e18, 1e12
+    if dtype == torch.float64:
+        x[3, 39], x[3, 0] = 1e150, 1e140
+    torch.testing.assert_close(code(x), layer(x), rtol=3e-6, atol=3e-6)
+
+
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"dim": 1}], ids=str)
 def test_the_rmsnorm_in_the_file_is_that_of_dynorm(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -283,6 +306,10 @@ def test_every_layer_that_can_be_saved_is_in_the_file() -> None:
     # Programs replace classes with such a name.
     for kind in modeling_dynorm.LAYERS.values():
         assert not kind.__name__.endswith(("RMSNorm", "LayerNorm"))
+
+
+def test_the_file_adds_as_many_witnesses_one_by_one_as_the_definition() -> None:
+    assert modeling_dynorm.MOST_CHOSEN == MOST_CHOSEN
 
 
 def test_the_folder_does_not_load_as_a_model_with_norms(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.testing import assert_close
 
 from dynorm.kernels import _cpu
 from dynorm.kernels._dispatch import plain
-from dynorm.kernels._form import Form, Parameters
+from dynorm.kernels._form import Form, FunctionCode, Parameters
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 INF, NAN = float("inf"), float("nan")
@@ -98,3 +99,66 @@ def require_same_whatever_is_wanted(
             # A gradient that is not stored may be added without being rounded.
             if got is not None:
                 assert_close(got, want, rtol=1e-6, atol=1e-5)
+
+
+def infinite_witnesses(
+    function: int, dtype: torch.dtype, count: int, sign: str
+) -> tuple[Form, Tensor, Parameters]:
+    """Rows with 1, 2, 5, 16, 17 and all witnesses infinite, each followed by an ordinary row.
+
+    In the last two rows numbers whose squares overflow are next to an infinity.
+    """
+    channels = 40
+    form = Form(function, False, 2.0, channels, 1, tuple(torch.randperm(channels)[:count].tolist()))
+    infinities = [n for n in (1, 2, 5, 16, 17) if n < count] + [count]
+    x = torch.randn(2 * len(infinities) + 2, channels)
+    signs = {
+        "plus": torch.ones(count),
+        "minus": -torch.ones(count),
+        "both": 1 - 2 * (torch.arange(count) % 2),
+    }[sign]
+    for row, number in enumerate(infinities):
+        x[2 * row, list(form.witnesses[:number])] = INF * signs[:number]
+    # Perhaps in a channel that is not a witness.
+    x[0, (form.witnesses[0] + 1) % channels] = INF
+    large = 1e19 if dtype != torch.float64 else 1e154
+    wide = x.double()
+    wide[-2:, form.witnesses[0]] = INF
+    wide[-2:, form.witnesses[-1]] = torch.tensor([large / 3, -large / 2], dtype=torch.float64)
+    if dtype == torch.float16:
+        wide[-2:, form.witnesses[-1]] = torch.finfo(dtype).max
+    parameters = Parameters(
+        torch.rand(channels) + 0.5,
+        shift=0.3 * torch.randn(channels) if function == FunctionCode.DERF else None,
+        weight=torch.randn(channels),
+        log_gain=torch.randn(count),
+    )
+    narrow = [None if p is None else p.to(dtype) for p in parameters]
+    return form, wide.to(dtype), Parameters(*narrow)  # type: ignore[arg-type]
+
+
+def compare_where_infinite(
+    kernels: Any, form: Form, x: Tensor, parameters: Parameters, tolerance: float
+) -> None:
+    """Value and all gradients of ``kernels``, a module, against the definition in the dtype of x."""
+    tensors: list[Any] = []
+    for tensor in (x, *parameters):
+        tensors.append(None if tensor is None else tensor.clone().requires_grad_())
+    want = plain(form, tensors[0], Parameters(*tensors[1:]))
+    y = kernels.forward(form, x, parameters)
+    assert_close(y, want.detach(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    grad = torch.randn(x.shape).to(x.dtype)
+    want.backward(grad)
+    results = kernels.gradients(form, grad, x, parameters, (True,) * 7)
+    for name, got, tensor in zip(("x", *Parameters._fields), results, tensors, strict=True):
+        if tensor is None:
+            continue
+        assert got is not None
+        size = max(1.0, float(tensor.grad.abs().max()))
+        assert_close(
+            got,
+            tensor.grad,
+            rtol=8 * tolerance,
+            atol=8 * tolerance * size,
+            msg=lambda message, name=name: f"{name}: {message}",
+        )

@@ -20,6 +20,7 @@ from torch.testing import assert_close
 
 import dynorm
 from dynorm import Derf, DyISRU, DyT, LinearControl
+from dynorm.arguments import MOST_CHOSEN
 from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu, _dispatch, backend
 from dynorm.kernels._form import Form, FunctionCode, Parameters
@@ -259,6 +260,12 @@ def test_the_numbers_of_functions_are_those_of_the_kernels() -> None:
     assert {code.name: code.value for code in FunctionCode} == {
         name: number for number, name in enumerate(names)
     }
+
+
+def test_the_kernels_take_as_many_witnesses_one_by_one_as_the_definition() -> None:
+    source = Path(_dispatch.__file__).with_name("csrc").joinpath("types.h").read_text()
+    (number,) = re.findall(r"constexpr int kMostFew = (\d+),", source)
+    assert int(number) == MOST_CHOSEN
 
 
 def test_a_gradient_is_wanted_if_any_tensor_requires_it_and_autograd_records() -> None:

@@ -17,6 +17,8 @@ from tests.kernels.definition import (
     NAN,
     TOLERANCES,
     compare,
+    compare_where_infinite,
+    infinite_witnesses,
     make,
     require_same_for_all_threads,
     require_same_whatever_is_wanted,
@@ -131,6 +133,29 @@ def test_edges_are_the_definition_s(
     assert_close(found[known], slope[known], rtol=4 * TOLERANCES[dtype], atol=4 * TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
+@pytest.mark.parametrize("count", [1, 2, 5, 16, 17, 40], ids=lambda count: f"{count} witnesses")
+@pytest.mark.parametrize("sign", ["plus", "minus", "both"])
+def test_any_number_of_infinite_witnesses(
+    instructions: str, function: int, dtype: torch.dtype, count: int, sign: str
+) -> None:
+    """Few and many: equal infinities share the sum, in proportion to their gains."""
+    form, x, parameters = infinite_witnesses(function, dtype, count, sign)
+    compare_where_infinite(_cpu, form, x, parameters, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("count", [2, 5, 16, 17, 40])
+def test_equal_infinities_share_the_sum(instructions: str, count: int) -> None:
+    """``1 / sqrt(n)`` each: of n equal numbers, however large, each is that part of their size."""
+    x = torch.zeros(1, 40)
+    x[0, :count] = INF
+    form = Form(DYISRU, False, 1.0, 40, 1, tuple(range(count)))
+    y = _cpu.forward(form, x, Parameters(torch.ones(1)))
+    assert_close(y[0, :count], torch.full((count,), count**-0.5))
+    assert not y[0, count:].any()
+
+
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
 @pytest.mark.parametrize("value", [NAN, INF, 1e30])
 def test_a_row_tells_no_other_row(instructions: str, function: int, value: float) -> None:
@@ -163,6 +188,8 @@ def test_what_is_wanted_changes_no_other(function: int) -> None:
         torch.randn(23, 48),
         Form(function, False, 1.3, 48, 1, (47, 0, 20)),
     )
+    # A row that is computed number by number.
+    x[5, [47, 0]] = INF
     require_same_whatever_is_wanted(form, grad, x, parameters)
 
 
@@ -195,6 +222,8 @@ def test_large_outputs_that_pass_by_the_caches(
 ) -> None:
     """Where a line is written once: the second way ends in a vector that is not written past the caches."""
     x = torch.randn(8300, channels).to(dtype)
+    # A row that is computed number by number.
+    x[4050, witnesses[0]] = INF
     parameters = with_gains(
         make(channels, torch.float32, per_channel=True, everything=True), len(witnesses)
     )

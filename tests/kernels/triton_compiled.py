@@ -41,9 +41,8 @@ def pointers(dtype: str, **present: bool) -> dict[str, Any]:
 
 
 def constants_of(function: int, per_channel: bool) -> dict[str, Any]:
-    flags = dict.fromkeys(("CONSTANTS", "SHIFTS", "CENTERS"), per_channel)
     parts = pointers("fp32", constant=True, shift=function == DERF, center=per_channel, weight=True)
-    return {"FUNCTION": function, **flags, **parts}
+    return {"FUNCTION": function, "PER_CHANNEL": per_channel, **parts}
 
 
 MANY = 128
@@ -183,9 +182,7 @@ def test_reduction_compiles(dtype: str, kinds: int) -> None:
         **pointers(dtype, partial=True, sums=True),
         chunks=ANY,
         channels=ANY,
-        WITH_SHIFT=False,
-        WITH_CENTER=True,
-        WITH_WEIGHT=True,
+        PRESENT=0b111101,
         KINDS=kinds,
         BLOCK_CHUNKS=32,
         BLOCK_CHANNELS=64,

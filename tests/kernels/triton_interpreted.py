@@ -18,6 +18,7 @@ from dynorm.errors import ArgumentError
 from dynorm.kernels import _triton
 from dynorm.kernels._dispatch import plain
 from dynorm.kernels._form import Form, FunctionCode, Parameters
+from tests.kernels.definition import compare_where_infinite, infinite_witnesses
 
 FUNCTIONS = DYISRU, DYT, DERF, LINEAR = tuple(FunctionCode)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -165,6 +166,23 @@ def test_parts_may_be_left_out_and_constants_shared(
     check_sums(sums, exact, torch.float64)
 
 
+@pytest.mark.parametrize("one", ["constant", "shift", "center"])
+def test_one_constant_may_be_shared_while_others_differ(one: str) -> None:
+    x, grad = sample(7, 33, seed=0), sample(7, 33, seed=9)
+    p = parts(DERF, 33, torch.float64)
+    whole = p[one]
+    assert whole is not None
+    p[one] = whole[:1].clone()
+    form = form_of(DERF, x, -1, 0.3)
+    grad_x, sums = _triton.backward(form, grad, x, given(p))
+    exact, exact_x = in_float64(p), x.clone().requires_grad_()
+    expected = reference(DERF, exact_x, exact, 0.3)
+    expected.backward(grad)
+    assert_close(_triton.forward(form, x, given(p)), expected.detach())
+    assert_close(grad_x, exact_x.grad)
+    check_sums(sums, exact, torch.float64)
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_infinities_and_nan_are_those_of_the_definition(function: int, dtype: torch.dtype) -> None:
@@ -306,6 +324,19 @@ def test_a_massive_witness(function: int) -> None:
     assert_close(y.double()[finite], expected.detach()[finite], rtol=1e-5, atol=1e-6)
     assert grad_x is not None
     assert_close(grad_x.double(), slope, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("count", [1, 5, 16, 17, 40], ids=lambda count: f"{count} witnesses")
+@pytest.mark.parametrize("sign", ["plus", "both"])
+def test_any_number_of_infinite_witnesses(
+    function: int, dtype: torch.dtype, count: int, sign: str
+) -> None:
+    """Few and many: equal infinities share the sum, in proportion to their gains."""
+    form, x, parameters = infinite_witnesses(function, dtype, count, sign)
+    with np.errstate(all="ignore"):
+        compare_where_infinite(_triton, form, x, parameters, max(TOLERANCE[dtype]))
 
 
 # In witnesses, in other channels, in both; in one and in more.

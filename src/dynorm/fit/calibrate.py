@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.arguments import check_not_negative, check_share
+from dynorm.arguments import MOST_CHOSEN, check_not_negative, check_share
 from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks
 from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
@@ -23,7 +23,7 @@ from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.ranks import BATCH, OVER, Ranks
-from dynorm.recipe import MOST_CHOSEN, Recipe, defaults_of
+from dynorm.recipe import Recipe, defaults_of
 from dynorm.replace.converted import (
     dynorm_layers,
     layers_without_norms,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dynorm import functional
+from dynorm.arguments import MOST_CHOSEN
 from dynorm.family import NAMES
 from dynorm.fit.witnesses import DEAD, SMALL, TokenScales, Witnesses
 from dynorm.layers import AnnealedNorm, DyISRU, LinearControl, PointwiseNorm
 from dynorm.ranks import Ranks
-from dynorm.recipe import MOST_CHOSEN
 from dynorm.replace.converted import Replaced
 from dynorm.replace.swap import take_over_
 from dynorm.theory import own_betas

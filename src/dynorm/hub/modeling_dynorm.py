@@ -9,11 +9,14 @@ float32. With witnesses, a few chosen channels, the slope of f also depends on t
 """
 
 import math
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+# Up to this number of witnesses their squares are added one by one.
+MOST_CHOSEN = 16
 # config.json has this key and value, and the configuration below removes it. If the model is loaded
 # without this file, transformers takes the value for the name of a file, and quotes it in its
 # error. Otherwise it would load the model with norms, and only warn.
@@ -102,6 +105,25 @@ class PointwiseLayer(nn.Module):
         """Describe the layer as ``print(model)`` shows it."""
         return f"{self.shape}, scale={self.scale:.4g}, witnesses={self.witnesses}"
 
+    def in_units(self, u: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Return u in units of each token in which no square overflows, and the units.
+
+        A unit is 1 in nearly all tokens. The result does not depend on it, so it needs no gradient.
+        """
+        if not self.witnesses:
+            return u, 1.0
+        u = _clamped(u)
+        sizes = u.detach().abs()
+        if len(self.witnesses) > MOST_CHOSEN:
+            positions = torch.tensor(self.witnesses, device=u.device)
+            largest = sizes.index_select(-1, positions).amax(-1, keepdim=True)
+        else:
+            columns = [sizes[..., channel : channel + 1] for channel in self.witnesses]
+            largest = reduce(torch.maximum, columns)
+        root = _limit(u.dtype) ** 0.5
+        unit = torch.ones_like(largest).masked_fill(largest >= root, 1.0 / root)
+        return u * unit, unit
+
     def witness_sum(self, u: Tensor, *, leave_one_out: bool = False) -> Tensor | float:
         """Return the sum of gain * u^2 over the witnesses of each token, 0 without witnesses.
 
@@ -112,7 +134,7 @@ class PointwiseLayer(nn.Module):
             return total
         channels = torch.arange(u.shape[-1], device=u.device)
         gains = self.log_gain.to(u.dtype).exp()
-        if len(self.witnesses) > 16:
+        if len(self.witnesses) > MOST_CHOSEN:
             return self._sum_of_many(u, gains, leave_one_out)
         for gain, channel in zip(gains, self.witnesses, strict=True):
             square = gain * u[..., channel : channel + 1].square()
@@ -147,8 +169,8 @@ class DyISRU(PointwiseLayer):
 
     def function(self, u: Tensor) -> Tensor:
         """Return f(u), with the channels last."""
-        u = _clamped(u)
-        beta = self.log_beta.flatten().to(u.dtype).exp()
+        u, unit = self.in_units(_clamped(u))
+        beta = self.log_beta.flatten().to(u.dtype).exp() * unit * unit
         return u / torch.sqrt(beta + self.witness_sum(u, leave_one_out=True) + u * u)
 
 
@@ -157,9 +179,8 @@ class LinearControl(DyISRU):
 
     def function(self, u: Tensor) -> Tensor:
         """Return f(u), with the channels last."""
-        if self.witnesses:
-            u = _clamped(u)
-        beta = self.log_beta.flatten().to(u.dtype).exp()
+        u, unit = self.in_units(u)
+        beta = self.log_beta.flatten().to(u.dtype).exp() * unit * unit
         return u / torch.sqrt(beta + self.witness_sum(u))
 
 
@@ -179,9 +200,9 @@ class DyT(PointwiseLayer):
         alpha = self.alpha.flatten().to(u.dtype)
         if not self.witnesses:
             return alpha * u
-        u = _clamped(u)
+        u, unit = self.in_units(u)
         relative = alpha * alpha / self.slope_ratio * self.witness_sum(u)
-        return alpha * u * torch.rsqrt(1.0 + relative)
+        return alpha * u * torch.rsqrt(unit * unit + relative)
 
     def function(self, u: Tensor) -> Tensor:
         """Return f(u), with the channels last."""
@@ -338,6 +359,11 @@ def _promoted(rule: str, given: torch.dtype, stored: torch.dtype) -> torch.dtype
 
 
 def _clamped(u: Tensor) -> Tensor:
-    """Return u up to the size from which squares no longer matter: 2**63 in float32."""
-    limit = math.sqrt(torch.finfo(u.dtype).max) / 2
+    """Return u up to the size from which squares no longer matter."""
+    limit = _limit(u.dtype)
     return u.clamp(-limit, limit)
+
+
+def _limit(dtype: torch.dtype) -> float:
+    """Return half the root of the largest number: 2**63 in float32."""
+    return math.sqrt(torch.finfo(dtype).max) / 2

@@ -16,6 +16,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from dynorm.arguments import MOST_CHOSEN
 from dynorm.errors import ArgumentError
 from dynorm.kernels._form import Form, FunctionCode, Parameters
 
@@ -32,9 +33,6 @@ _PROGRAMS = 1024
 _BACKWARD_TILE = 2048
 # The most columns of any tile.
 _WIDEST = 512
-# More witnesses than this are computed with all channels, from sums along each row: the code of the
-# other kernels grows with each witness.
-_MOST_FEW = 16
 
 Candidate = TypeVar("Candidate")
 _chosen: dict[Hashable, object] = {}
@@ -77,7 +75,7 @@ def forward(
     columns = form.channels if last else form.inner
     rows = x.numel() // columns
     block = min(power_of_2(columns), _WIDEST)
-    inputs = parameters._replace(constant=form.constant(parameters.constant))
+    inputs = kernel_parameters(form, parameters)
     witnesses = _channels(form.witnesses, x.device)
     in_place = y.data_ptr() == x.data_ptr()
     few, many = _few_or_many(form)
@@ -91,7 +89,7 @@ def forward(
         "CHANNELS_LAST": last,
         "BLOCK_COLUMNS": block,
         "WITNESSES": few,
-        **per_channel(inputs),
+        "PER_CHANNEL": inputs.constant.numel() > 1,
     }
     term_gain, sums = None, None
     if many:
@@ -141,7 +139,7 @@ def backward(
     """
     _check(form, x, grad, parameters)
     channels, inner = form.channels, form.inner
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(x.dtype, torch.float32)
     few, many = _few_or_many(form)
     count = few + many
     kinds = 6 if count else 5
@@ -164,14 +162,14 @@ def backward(
         partial_sums = torch.empty(size, dtype=dtype, device=x.device)
     # The gradients by T, which the programs of a token's other channels send to its few witnesses.
     rows = torch.empty(blocks, outer, dtype=dtype, device=x.device) if few else None
-    inputs = parameters._replace(constant=form.constant(parameters.constant))
+    inputs = kernel_parameters(form, parameters)
     witnesses = _channels(form.witnesses, x.device)
     # The bias has no part in any gradient.
     tensors = (grad, x, *inputs[:4], witnesses, inputs.log_gain, grad_x)
     options = {
         "FUNCTION": int(form.function),
         "WITNESSES": few,
-        **per_channel(inputs),
+        "PER_CHANNEL": inputs.constant.numel() > 1,
         "num_warps": 4,
     }
     term_gain, sums_of_rows = None, None
@@ -204,14 +202,16 @@ def backward(
             return grad_x, None
         sums = torch.empty(kinds, channels, dtype=dtype, device=x.device)
         kinds_summed = partial_sums.shape[1]
+        # The constant, the bias and, of many witnesses, the gains are always summed.
+        present = 0b110001
+        for kind, parameter in enumerate(inputs[1:4], start=1):
+            present |= (parameter is not None) << kind
         reduce_kernel[(ceil_divide(channels, 64), kinds_summed)](
             partial_sums,
             sums,
             chunks,
             channels,
-            WITH_SHIFT=inputs.shift is not None,
-            WITH_CENTER=inputs.center is not None,
-            WITH_WEIGHT=inputs.weight is not None,
+            PRESENT=present,
             KINDS=kinds_summed,
             BLOCK_CHUNKS=32,
             BLOCK_CHANNELS=64,
@@ -258,14 +258,18 @@ def gradients(
 
 
 def _few_or_many(form: Form) -> tuple[int, int]:
-    """Return the number of witnesses, and 0 for the other way in which they are computed."""
+    """Return the number of witnesses, and 0 for the other way in which they are computed.
+
+    Many are computed with all channels, from sums along each row, because the code for few grows
+    with each witness.
+    """
     count = len(form.witnesses)
-    return (count, 0) if count <= _MOST_FEW else (0, count)
+    return (count, 0) if count <= MOST_CHOSEN else (0, count)
 
 
 def _term_gain(form: Form, x: Tensor, parameters: Parameters) -> Tensor:
     """Return the gain of each channel's square in the sum of a row: 0 if it is no witness."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(x.dtype, torch.float32)
     gains = torch.zeros(form.channels, dtype=dtype, device=x.device)
     witnesses = _channels(form.witnesses, x.device)
     assert witnesses is not None
@@ -288,7 +292,7 @@ def _row_sums(
         rows_kernel[(ceil_divide(rows, height),)](
             *(grad, x, *inputs[:4], term_gain, sums, rows, form.channels, form.scale),
             FUNCTION=int(form.function),
-            **per_channel(inputs),
+            PER_CHANNEL=inputs.constant.numel() > 1,
             BLOCK_ROWS=height,
             BLOCK_COLUMNS=columns,
             num_warps=4,
@@ -326,13 +330,24 @@ def _backward_tiles(
     return rows, columns, ceil_divide(channels, rows), outer * ceil_divide(inner, columns)
 
 
-def per_channel(parameters: Sequence[Tensor | None]) -> dict[str, bool]:
-    """Return for constant, shift and center whether each has one value per channel."""
-    names = ("CONSTANTS", "SHIFTS", "CENTERS")
-    return {
-        name: parameter is not None and parameter.numel() > 1
-        for name, parameter in zip(names, parameters, strict=False)
-    }
+def kernel_parameters(form: Form, parameters: Parameters) -> Parameters:
+    """Return the parameters as the kernels take them.
+
+    The constant is not a logarithm. Constant, shift and center have one value for all channels, or
+    each of them has one per channel.
+    """
+    inputs = parameters._replace(constant=form.constant(parameters.constant))
+    constants = {}
+    for name, constant in zip(Parameters._fields[:3], inputs, strict=False):
+        if constant is not None:
+            constants[name] = constant
+    sizes = [constant.numel() for constant in constants.values()]
+    if min(sizes) == max(sizes):
+        return inputs
+    for name, constant in constants.items():
+        if constant.numel() == 1:
+            constants[name] = constant.reshape(-1).expand(form.channels).contiguous()
+    return inputs._replace(**constants)
 
 
 def _check(form: Form, x: Tensor, other: Tensor, parameters: Parameters) -> None:

@@ -85,45 +85,108 @@ def derivatives(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr
 
 
 @triton.jit
-def of_rows(
-    constant,
-    x_ptr,
-    row,
-    rows,
-    channels,
+def shared(
+    pointers,
     channel,
-    center_ptr,
-    witness_ptr,
-    log_gain_ptr,
-    CENTERS: tl.constexpr,
-    WITNESSES: tl.constexpr,
-    FUNCTION: tl.constexpr,
+    inside,
+    scale,
+    PER_CHANNEL: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """Compute the constants of some rows, and the factor in those of functions of a slope.
+    """Load the constant, the shift, and ``weight * scale`` of the channels of a tile."""
+    constant_ptr, shift_ptr, weight_ptr = pointers
+    constant = parameter(constant_ptr, channel, inside, PER_CHANNEL, COMPUTE)
+    shift = parameter(shift_ptr, channel, inside, PER_CHANNEL, COMPUTE)
+    weight = parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
+    return constant, shift, tl.full([], scale, COMPUTE) * weight
 
-    T is the sum of ``g_k u_k**2`` over the witnesses; for DyISRU a witness is not part of its T.
+
+@triton.jit
+def centered(
+    pointers, offset, mask, channel, inside, PER_CHANNEL: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """Load a tile of x and subtract the centres of its channels."""
+    x_ptr, center_ptr = pointers
+    x = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
+    return x - parameter(center_ptr, channel, inside, PER_CHANNEL, COMPUTE)
+
+
+@triton.jit
+def unit_of(total):
+    """Choose the unit of each row: u is multiplied by it, so that no square overflows.
+
+    It is 1 in nearly all rows.
     """
-    total, root = tl.zeros([1, 1], COMPUTE), 1.0
+    # 2**-40 and 2**-400: small enough for the squares of all channels at their limit.
+    small = tl.full(
+        [],
+        3.872591914849318e-121 if total.dtype == tl.float64 else 9.094947017729282e-13,
+        total.dtype,
+    )
+    return tl.where(total >= limit(total), small, tl.full([], 1.0, total.dtype))
+
+
+@triton.jit
+def sum_few(
+    tensors,
+    place,
+    channel,
+    unit,
+    WITNESSES: tl.constexpr,
+    LEFT_OUT: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Sum ``g_k (unit u_k)**2`` over few witnesses; ``LEFT_OUT``: a witness is not in its own sum."""
+    x_ptr, center_ptr, witness_ptr, log_gain_ptr = tensors
+    row, rows, channels = place
+    total = tl.zeros([1, 1], COMPUTE)
     for i in tl.static_range(WITNESSES):
         k = tl.load(witness_ptr + i)
-        u = tl.load(x_ptr + row * channels + k, row < rows, other=0.0).to(COMPUTE)
-        u = clamped(u - parameter(center_ptr, k, k >= 0, CENTERS, COMPUTE))
+        offset = row * channels + k
+        u = centered((x_ptr, center_ptr), offset, row < rows, k, k >= 0, PER_CHANNEL, COMPUTE)
+        u = clamped(u) * unit
         term = u * u
         if log_gain_ptr is not None:
             term = term * tl.exp(tl.load(log_gain_ptr + i).to(COMPUTE))
-        if FUNCTION == 0:
+        if LEFT_OUT:
             # By where: a product with 0 would make NaN of infinity, and a difference would lose the
             # digits of the others.
             term = tl.where(channel == k, 0.0, term)
         total = total + term
+    return total
+
+
+@triton.jit
+def of_few(
+    constant,
+    tensors,
+    place,
+    channel,
+    WITNESSES: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Compute each row's unit, and what :func:`of_sum` does, with few witnesses."""
+    total = sum_few(tensors, place, channel, 1.0, WITNESSES, False, PER_CHANNEL, COMPUTE)
+    unit = unit_of(total)
+    total = sum_few(tensors, place, channel, unit, WITNESSES, FUNCTION == 0, PER_CHANNEL, COMPUTE)
+    constant, root = of_sum(constant, total, unit, FUNCTION)
+    return unit, constant, root
+
+
+@triton.jit
+def of_many(constant, u, term_gain, row, rows, sums_ptr, FUNCTION: tl.constexpr):
+    """Compute the same as :func:`of_few` from the sums that ``rows_kernel`` has stored."""
+    inside = row < rows
+    unit = tl.load(sums_ptr + row, inside, other=1.0)
+    total = tl.load(sums_ptr + rows + row, inside, other=0.0)
     if FUNCTION == 0:
-        constant = constant + total
-    else:
-        square = 1.0 + (RATIO_OF_DERF if FUNCTION == 2 else 1.0) * (constant * constant) * total
-        root = 1.0 / tl.sqrt(square) if square.dtype == tl.float64 else tl.rsqrt(square)
-        constant = constant * root
-    return constant, root
+        rest = tl.load(sums_ptr + 2 * rows + row, inside, other=0.0)
+        total = without(terms_of(clamped(u) * unit, term_gain), total, rest)
+    constant, root = of_sum(constant, total, unit, FUNCTION)
+    return unit, constant, root
 
 
 @triton.jit
@@ -143,23 +206,14 @@ def without(term, total, rest):
 
 
 @triton.jit
-def of_many(constant, term, row, rows, sums_ptr, FUNCTION: tl.constexpr):
-    """Compute what :func:`of_sums` does, from the sums that ``rows_kernel`` has stored."""
-    inside = row < rows
-    unit = tl.load(sums_ptr + row, inside, other=1.0)
-    total = tl.load(sums_ptr + rows + row, inside, other=0.0)
-    rest = tl.load(sums_ptr + 2 * rows + row, inside, other=0.0)
-    return of_sums(constant, term, unit, total, rest, FUNCTION)
+def of_sum(constant, total, unit, FUNCTION: tl.constexpr):
+    """Compute the constants of some rows, and the factor in those of functions of a slope.
 
-
-@triton.jit
-def of_sums(constant, term, unit, total, rest, FUNCTION: tl.constexpr):
-    """Compute what :func:`of_rows` does, from T and T without its largest term.
-
-    All are in the row's unit, by which u is multiplied, and so is the constant that is returned.
+    ``total`` is T, the sum of ``g_k u_k**2`` over the witnesses; for DyISRU a witness is not part of
+    its T. All are in the row's unit, by which u is multiplied, and so is the constant.
     """
     if FUNCTION == 0:
-        constant, root = constant * (unit * unit) + without(term, total, rest), 1.0
+        constant, root = constant * (unit * unit) + total, 1.0
     else:
         square = (RATIO_OF_DERF if FUNCTION == 2 else 1.0) * (constant * constant) * total
         square += unit * unit

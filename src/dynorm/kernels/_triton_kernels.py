@@ -14,15 +14,19 @@ import triton.language as tl
 
 from dynorm.kernels._triton_functions import (
     by_total,
+    centered,
     clamped,
     derivatives,
     limit,
+    of_few,
     of_many,
-    of_rows,
-    of_sums,
+    of_sum,
     parameter,
+    shared,
     terms_of,
+    unit_of,
     value,
+    without,
 )
 
 
@@ -45,9 +49,7 @@ def forward_kernel(
     scale: tl.float64,
     FUNCTION: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHIFTS: tl.constexpr,
-    CENTERS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     WITNESSES: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     ELEMENTS: tl.constexpr,
@@ -76,22 +78,20 @@ def forward_kernel(
 
     # 64 bits: an input may have more than 2**31 elements.
     offset = row * columns + column
-    u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
-    u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
-    shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
-    gain = tl.full([], scale, COMPUTE) * parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
-    constant = parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE)
+    u = centered((x_ptr, center_ptr), offset, mask, channel, inside, PER_CHANNEL, COMPUTE)
+    constant, shift, gain = shared(
+        (constant_ptr, shift_ptr, weight_ptr), channel, inside, scale, PER_CHANNEL, COMPUTE
+    )
     if WITNESSES > 0:
-        constant, _ = of_rows(
-            *(constant, x_ptr, row, rows, columns, channel, center_ptr, witness_ptr, log_gain_ptr),
-            *(CENTERS, WITNESSES, FUNCTION, COMPUTE),
+        unit, constant, _ = of_few(
+            *(constant, (x_ptr, center_ptr, witness_ptr, log_gain_ptr)),
+            *((row, rows, columns), channel, WITNESSES, FUNCTION, PER_CHANNEL, COMPUTE),
         )
-        u = clamped(u)
-    if term_gain_ptr is not None:
-        unit = tl.load(sums_ptr + row, row < rows, other=1.0)
         u = clamped(u) * unit
-        term = terms_of(u, tl.load(term_gain_ptr + channel, inside, other=0.0))
-        constant, _ = of_many(constant, term, row, rows, sums_ptr, FUNCTION)
+    elif term_gain_ptr is not None:
+        term_gain = tl.load(term_gain_ptr + channel, inside, other=0.0)
+        unit, constant, _ = of_many(constant, u, term_gain, row, rows, sums_ptr, FUNCTION)
+        u = clamped(u) * unit
     y = value(u, constant, shift, FUNCTION, NARROW) * gain
     if bias_ptr is not None:
         y += parameter(bias_ptr, channel, inside, True, COMPUTE)
@@ -121,9 +121,7 @@ def backward_kernel(
     scale: tl.float64,
     FUNCTION: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHIFTS: tl.constexpr,
-    CENTERS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     WITNESSES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -148,9 +146,9 @@ def backward_kernel(
     channel_list = (program % blocks) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     channel = tl.expand_dims(channel_list, SUMMED)
     inside = channel < channels
-    constant = parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE)
-    shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
-    gain = tl.full([], scale, COMPUTE) * parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
+    constant, shift, gain = shared(
+        (constant_ptr, shift_ptr, weight_ptr), channel, inside, scale, PER_CHANNEL, COMPUTE
+    )
     if term_gain_ptr is not None:
         term_gain = tl.load(term_gain_ptr + channel, inside, other=0.0)
 
@@ -175,57 +173,43 @@ def backward_kernel(
             mask = inside & (position < inner)
             offset = ((step // inner_blocks) * channels + channel) * inner + position
         grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
-        u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
-        u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
-        # Computed again from x, because f was not saved.
+        u = centered((x_ptr, center_ptr), offset, mask, channel, inside, PER_CHANNEL, COMPUTE)
+        bounded, of_row = u, constant
         if WITNESSES > 0:
-            of_row, root = of_rows(
-                *(
-                    constant,
-                    x_ptr,
-                    token,
-                    outer,
-                    channels,
-                    channel,
-                    center_ptr,
-                    witness_ptr,
-                    log_gain_ptr,
-                ),
-                *(CENTERS, WITNESSES, FUNCTION, COMPUTE),
+            unit, of_row, root = of_few(
+                *(constant, (x_ptr, center_ptr, witness_ptr, log_gain_ptr)),
+                *((token, outer, channels), channel, WITNESSES, FUNCTION, PER_CHANNEL, COMPUTE),
             )
-            f, slope, by_constant, by_shift = derivatives(
-                clamped(u), of_row, shift, FUNCTION, NARROW
-            )
-            slope = tl.where(tl.abs(u) <= limit(u), slope, 0.0)
-            by_row = grad * (gain * by_total(by_constant, of_row, FUNCTION))
+        elif term_gain_ptr is not None:
+            unit, of_row, root = of_many(constant, u, term_gain, token, outer, sums_ptr, FUNCTION)
+        if WITNESSES > 0 or term_gain_ptr is not None:
+            bounded = clamped(u) * unit
+        # Computed again from x, because f was not saved.
+        f, slope, by_constant, by_shift = derivatives(bounded, of_row, shift, FUNCTION, NARROW)
+        if WITNESSES > 0 or term_gain_ptr is not None:
+            by_this_total = grad * (gain * by_total(by_constant, of_row, FUNCTION))
+            by_constant = by_constant * root * root * root * (unit * unit)
+            within = tl.abs(u) <= limit(u)
+            slope = tl.where(within, slope * unit, 0.0)
+        if WITNESSES > 0:
             if FUNCTION == 0:
                 # A witness is not in its own sum: witness_kernel does these one by one.
                 for i in tl.static_range(WITNESSES):
-                    by_row = tl.where(channel == tl.load(witness_ptr + i), 0.0, by_row)
-            by_constant = by_constant * root * root * root
-            row_sum = tl.expand_dims(tl.sum(by_row, 1), 1)
+                    is_witness = channel == tl.load(witness_ptr + i)
+                    by_this_total = tl.where(is_witness, 0.0, by_this_total)
+            row_sum = tl.expand_dims(tl.sum(by_this_total, 1), 1)
             tl.store(rows_ptr + (program % blocks) * outer + token, row_sum, token < outer)
         elif term_gain_ptr is not None:
             token_inside = token < outer
-            unit = tl.load(sums_ptr + token, token_inside, other=1.0)
-            bounded = clamped(u) * unit
-            term = terms_of(bounded, term_gain)
-            of_row, root = of_many(constant, term, token, outer, sums_ptr, FUNCTION)
-            f, slope, by_constant, by_shift = derivatives(bounded, of_row, shift, FUNCTION, NARROW)
-            by_this_total = grad * (gain * by_total(by_constant, of_row, FUNCTION))
             all_others = tl.load(sums_ptr + 3 * outer + token, token_inside, other=0.0)
             if FUNCTION == 0:
                 rest = tl.load(sums_ptr + 2 * outer + token, token_inside, other=0.0)
                 by_rest = tl.load(sums_ptr + 4 * outer + token, token_inside, other=0.0)
-                all_others = tl.where(term > rest, by_rest, all_others - by_this_total)
+                dominates = terms_of(bounded, term_gain) > rest
+                all_others = tl.where(dominates, by_rest, all_others - by_this_total)
             # By where: a product with 0 would make NaN of a sum that is not finite.
             half = tl.where(mask & (term_gain != 0), term_gain * bounded * all_others, 0.0)
-            within = tl.abs(u) <= limit(u)
-            slope = tl.where(within, slope * unit, 0.0)
             seen = tl.where(within, 2.0 * half * unit, 0.0)
-            by_constant = by_constant * root * root * root * (unit * unit)
-        else:
-            f, slope, by_constant, by_shift = derivatives(u, constant, shift, FUNCTION, NARROW)
         if grad_x_ptr is not None:
             of_x = grad * (gain * slope)
             if term_gain_ptr is not None:
@@ -268,36 +252,36 @@ def backward_kernel(
 
 
 @triton.jit
-def sum_terms(
-    x_ptr,
-    center_ptr,
-    term_gain_ptr,
-    row,
-    rows,
-    channels,
+def sum_many(
+    tensors,
+    place,
     unit,
-    CENTERS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """Sum the terms of some rows, multiplied by ``unit**2``: in all, and without the largest."""
+    x_ptr, center_ptr, term_gain_ptr = tensors
+    row, rows, channels = place
     largest = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
     rest = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
-    place = tl.arange(0, BLOCK_COLUMNS)[None, :]
+    column = tl.arange(0, BLOCK_COLUMNS)[None, :]
     for first in range(0, channels, BLOCK_COLUMNS):
-        channel = first + place
+        channel = first + column
         inside = channel < channels
-        offset = row * channels + channel
-        u = tl.load(x_ptr + offset, (row < rows) & inside, other=0.0).to(COMPUTE)
-        u = clamped(u - parameter(center_ptr, channel, inside, CENTERS, COMPUTE)) * unit
-        term = terms_of(u, tl.load(term_gain_ptr + channel, inside, other=0.0))
+        u = centered(
+            *((x_ptr, center_ptr), row * channels + channel, (row < rows) & inside),
+            *(channel, inside, PER_CHANNEL, COMPUTE),
+        )
+        gain = tl.load(term_gain_ptr + channel, inside, other=0.0)
+        term = terms_of(clamped(u) * unit, gain)
         # NaN is not larger, and so comes to the rest.
         larger = term > largest
         rest += tl.where(larger, largest, term)
         largest = tl.where(larger, term, largest)
     at_largest = tl.expand_dims(tl.argmax(largest, 1), 1)
-    other = tl.where(place == at_largest, 0.0, largest)
+    other = tl.where(column == at_largest, 0.0, largest)
     of_rest = tl.expand_dims(tl.sum(rest + other, 1), 1)
     return of_rest + tl.expand_dims(tl.max(largest, 1), 1), of_rest
 
@@ -316,9 +300,7 @@ def rows_kernel(
     channels,
     scale: tl.float64,
     FUNCTION: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHIFTS: tl.constexpr,
-    CENTERS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -331,19 +313,13 @@ def rows_kernel(
     COMPUTE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     NARROW: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    unit = tl.full([BLOCK_ROWS, 1], 1.0, COMPUTE)
-    total, rest = sum_terms(
-        *(x_ptr, center_ptr, term_gain_ptr, row, rows, channels, unit),
-        *(CENTERS, COMPUTE, BLOCK_ROWS, BLOCK_COLUMNS),
-    )
-    large = total >= limit(total)
-    if tl.max(tl.max(large.to(tl.int32), 1), 0) > 0:
-        # 2**-40 and 2**-400: small enough for the squares of all channels at their limit.
-        small = 3.872591914849318e-121 if total.dtype == tl.float64 else 9.094947017729282e-13
-        unit = tl.where(large, tl.full([BLOCK_ROWS, 1], small, COMPUTE), unit)
-        total, rest = sum_terms(
-            *(x_ptr, center_ptr, term_gain_ptr, row, rows, channels, unit),
-            *(CENTERS, COMPUTE, BLOCK_ROWS, BLOCK_COLUMNS),
+    tensors, place = (x_ptr, center_ptr, term_gain_ptr), (row, rows, channels)
+    one = tl.full([BLOCK_ROWS, 1], 1.0, COMPUTE)
+    total, rest = sum_many(tensors, place, one, PER_CHANNEL, COMPUTE, BLOCK_ROWS, BLOCK_COLUMNS)
+    unit = unit_of(total)
+    if tl.min(tl.min(unit, 1), 0) < 1.0:
+        total, rest = sum_many(
+            tensors, place, unit, PER_CHANNEL, COMPUTE, BLOCK_ROWS, BLOCK_COLUMNS
         )
     tl.store(sums_ptr + row, unit, row < rows)
     tl.store(sums_ptr + rows + row, total, row < rows)
@@ -357,15 +333,14 @@ def rows_kernel(
             mask = (row < rows) & inside
             offset = row * channels + channel
             grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
-            u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
-            u = clamped(u - parameter(center_ptr, channel, inside, CENTERS, COMPUTE)) * unit
+            u = centered((x_ptr, center_ptr), offset, mask, channel, inside, PER_CHANNEL, COMPUTE)
+            u = clamped(u) * unit
             term = terms_of(u, tl.load(term_gain_ptr + channel, inside, other=0.0))
-            constant = parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE)
-            shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
-            gain = tl.full([], scale, COMPUTE) * parameter(
-                weight_ptr, channel, inside, True, COMPUTE, 1.0
+            constant, shift, gain = shared(
+                (constant_ptr, shift_ptr, weight_ptr), channel, inside, scale, PER_CHANNEL, COMPUTE
             )
-            of_row, _ = of_sums(constant, term, unit, total, rest, FUNCTION)
+            of_this = without(term, total, rest) if FUNCTION == 0 else total
+            of_row, _ = of_sum(constant, of_this, unit, FUNCTION)
             _, _, by_constant, _ = derivatives(u, of_row, shift, FUNCTION, NARROW)
             by_this_total = tl.where(
                 mask, grad * (gain * by_total(by_constant, of_row, FUNCTION)), 0.0
@@ -398,9 +373,7 @@ def witness_kernel(
     all_steps,
     scale: tl.float64,
     FUNCTION: tl.constexpr,
-    CONSTANTS: tl.constexpr,
-    SHIFTS: tl.constexpr,
-    CENTERS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     WITNESSES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WITNESSES: tl.constexpr,
@@ -417,10 +390,8 @@ def witness_kernel(
     place = tl.arange(0, BLOCK_WITNESSES)[None, :]
     inside = place < WITNESSES
     channel = tl.load(witness_ptr + place, inside, other=0)
-    constant = parameter(constant_ptr, channel, inside, CONSTANTS, COMPUTE)
-    shift = parameter(shift_ptr, channel, inside, SHIFTS, COMPUTE)
-    factor = tl.full([], scale, COMPUTE) * parameter(
-        weight_ptr, channel, inside, True, COMPUTE, 1.0
+    constant, shift, factor = shared(
+        (constant_ptr, shift_ptr, weight_ptr), channel, inside, scale, PER_CHANNEL, COMPUTE
     )
     gain = tl.where(inside, tl.full([], 1.0, COMPUTE), 0.0)
     if log_gain_ptr is not None:
@@ -433,23 +404,12 @@ def witness_kernel(
         mask = (token < outer) & inside
         offset = token * channels + channel
         grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
-        u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
-        u -= parameter(center_ptr, channel, inside, CENTERS, COMPUTE)
-        of_row, _ = of_rows(
-            *(
-                constant,
-                x_ptr,
-                token,
-                outer,
-                channels,
-                channel,
-                center_ptr,
-                witness_ptr,
-                log_gain_ptr,
-            ),
-            *(CENTERS, WITNESSES, FUNCTION, COMPUTE),
+        u = centered((x_ptr, center_ptr), offset, mask, channel, inside, PER_CHANNEL, COMPUTE)
+        unit, of_row, _ = of_few(
+            *(constant, (x_ptr, center_ptr, witness_ptr, log_gain_ptr)),
+            *((token, outer, channels), channel, WITNESSES, FUNCTION, PER_CHANNEL, COMPUTE),
         )
-        bounded = clamped(u)
+        bounded = clamped(u) * unit
         _, slope, by_constant, _ = derivatives(bounded, of_row, shift, FUNCTION, NARROW)
         by_this_total = grad * (factor * by_total(by_constant, of_row, FUNCTION))
         row, part = tl.zeros([BLOCK_ROWS, 1], COMPUTE), rows_ptr + token
@@ -462,14 +422,11 @@ def witness_kernel(
                 one = tl.expand_dims(tl.sum(tl.where(place == i, by_this_total, 0.0), 1), 1)
                 all_others = all_others + tl.where(place == i, 0.0, one)
         half = gain * bounded * all_others
-        seen = tl.where(tl.abs(u) <= limit(u), 2.0 * half, 0.0)
+        within = tl.abs(u) <= limit(u)
+        seen = tl.where(within, 2.0 * half * unit, 0.0)
         if grad_x_ptr is not None:
-            slope = tl.where(tl.abs(u) <= limit(u), slope, 0.0)
-            tl.store(
-                grad_x_ptr + offset,
-                (grad * (factor * slope) + seen).to(grad_x_ptr.dtype.element_ty),
-                mask,
-            )
+            of_x = grad * (factor * tl.where(within, slope * unit, 0.0)) + seen
+            tl.store(grad_x_ptr + offset, of_x.to(grad_x_ptr.dtype.element_ty), mask)
         sum_gain += tl.where(mask, half * bounded, 0.0)
         sum_center += tl.where(mask, seen, 0.0)
     target = partial_ptr + chunk * 2 * WITNESSES + tl.arange(0, BLOCK_WITNESSES)
@@ -484,27 +441,20 @@ def reduce_kernel(
     sums_ptr,
     chunks,
     channels,
-    WITH_SHIFT: tl.constexpr,
-    WITH_CENTER: tl.constexpr,
-    WITH_WEIGHT: tl.constexpr,
+    PRESENT: tl.constexpr,
     KINDS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """Add up one kind of partial sums, always in the same order; a kind without parameter is 0."""
+    """Add up one kind of partial sums, always in the same order.
+
+    A kind whose bit is not in ``PRESENT`` is 0: it has no parameter.
+    """
     kind = tl.program_id(1)
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     valid = channel < channels
     total = tl.zeros([BLOCK_CHUNKS, BLOCK_CHANNELS], sums_ptr.dtype.element_ty)
-    # Constant, bias and, of many witnesses, gains are always summed.
-    present = (
-        (kind == 0)
-        | ((kind == 1) & WITH_SHIFT)
-        | ((kind == 2) & WITH_CENTER)
-        | ((kind == 3) & WITH_WEIGHT)
-        | (kind >= 4)
-    )
-    if present:
+    if (PRESENT >> kind) & 1 == 1:
         for first in range(0, chunks, BLOCK_CHUNKS):
             chunk = (first + tl.arange(0, BLOCK_CHUNKS)[:, None]).to(tl.int64)
             source = partial_ptr + (chunk * KINDS + kind) * channels + channel[None, :]

@@ -101,6 +101,21 @@ inline void store_some(T* p, std::int64_t n, typename C::Vector a) {
   __builtin_memcpy(p, buffer, n * sizeof(T));
 }
 
+// body(j, load, store) for each vector of a row of n; the last may be shorter.
+template <class C, class T, class Body>
+__attribute__((always_inline)) inline void along(std::int64_t n, const Body& body) {
+  using Vector = typename C::Vector;
+  std::int64_t j = 0;
+  for (; j + C::lanes <= n; j += C::lanes) {
+    body(j, [](const T* from) { return load(from); }, [](T* to, Vector a) { store(to, a); });
+  }
+  const std::int64_t left = n - j;
+  if (left > 0) {
+    body(j, [left](const T* from) { return load_some<C>(from, left); },
+         [left](T* to, Vector a) { store_some<C>(to, left, a); });
+  }
+}
+
 // The parameters at place j of the period; what is one number is broadcast once, outside the loop. Whether a parameter
 // is one number is the layout, a template argument: asked for each vector, it would cost as much as the function.
 template <class C, int kLayout>
@@ -213,7 +228,7 @@ __attribute__((always_inline)) inline void backward_some(const T* x, const T* gr
                                                          std::int64_t padded) {
   using C = typename ComputedIn<T>::Type;
   using Vector = typename C::Vector;
-  auto at = [&](std::int64_t j, auto read, auto write) __attribute__((always_inline)) {
+  along<C, T>(n, [&](std::int64_t j, auto read, auto write) __attribute__((always_inline)) {
     Vector u[kRowsTogether], g[kRowsTogether], constant[kRowsTogether];
     for (int k = 0; k < kRowsTogether; ++k) {
       u[k] = p.centered(read(x + k * stride + j), j), g[k] = read(grad + k * stride + j), constant[k] = p.constant(j);
@@ -223,16 +238,7 @@ __attribute__((always_inline)) inline void backward_some(const T* x, const T* gr
     step<F, C>(u, g, constant, p.shift(j), p.slope_gain(j), here);
     for (int s = 0; sums && s < kSums; ++s) store(sums + s * padded + j, here.at[s]);
     for (int k = 0; grad_x && k < kRowsTogether; ++k) write(grad_x + k * stride + j, g[k]);
-  };
-  std::int64_t j = 0;
-  for (; j + C::lanes <= n; j += C::lanes) {
-    at(j, [](const T* from) { return load(from); }, [](T* to, Vector a) { store(to, a); });
-  }
-  const std::int64_t rest = n - j;
-  if (rest > 0) {
-    at(j, [rest](const T* from) { return load_some<C>(from, rest); },
-       [rest](T* to, Vector a) { store_some<C>(to, rest, a); });
-  }
+  });
 }
 
 template <int F, class T, int kLayout>
@@ -296,6 +302,10 @@ void backward_run(const void* x_, const void* grad_, void* grad_x_, std::int64_t
     }
   }
 }
+
+#include "row_constants.h"
+
+#include "rare_rows.h"
 
 #include "witnesses.h"
 

@@ -1,41 +1,11 @@
 // Rows with more than kMostFew witnesses, up to all channels. Included by kernels.h, inside its namespace, after
-// witnesses.h, which has the formulas.
+// row_constants.h and rare_rows.h.
 //
 // Every channel has a gain in the row's sum T, which is 0 where it is no witness, so that all loops run along the row, and
 // none looks for the witnesses. The first loop sums the terms, gain times u^2. DyISRU leaves a witness out of its own
 // sum. The difference, T less its term, keeps its digits as long as the term is at most half of T; and at most one term is
 // more than that, the largest: it dominates. So T is summed in two parts, the largest term and the rest. A term above the
 // rest is the largest one, and the rest is then the sum without it.
-
-inline float lesser(float a, float b) { return a < b ? a : b; }
-inline float greater(float a, float b) { return a > b ? a : b; }
-inline double lesser(double a, double b) { return a < b ? a : b; }
-inline double greater(double a, double b) { return a > b ? a : b; }
-
-// A sum of terms that are not negative, in two parts.
-template <class Number>
-struct Parts {
-  Number largest, rest;
-
-  // Of a number or a vector, each of whose lanes is a sum. NaN ends up in the rest.
-  void add(Number term) {
-    rest = rest + lesser(largest, term);
-    largest = greater(largest, term);
-  }
-  void add(const Parts& other) {
-    rest = rest + other.rest;
-    add(other.largest);
-  }
-  Number total() const { return largest + rest; }
-  bool dominated() const { return largest > rest; }
-};
-
-// The sum without a term. NaN is not above the rest.
-inline V sum_without(V term, V total, V rest) { return term > rest ? rest : total - term; }
-inline double sum_without(double term, double total, double rest) { return term > rest ? rest : total - term; }
-// The number where a term is above the rest, and elsewhere: their sum is the number.
-inline V where_dominant(V term, V rest, V a) { return term > rest ? a : splat(0); }
-inline double where_dominant(double term, double rest, double a) { return term > rest ? a : 0; }
 
 template <class Number, class Vector>
 inline Parts<Number> parts_of_lanes(Parts<Vector> lanes) {
@@ -49,21 +19,6 @@ inline Parts<Number> parts_of_lanes(Parts<Vector> lanes) {
     for (int k = 0; k < half; ++k) parts[k].add(parts[k + half]);
   }
   return parts[0];
-}
-
-// body(j, load, store) for each vector of a row of n; the last may be shorter.
-template <class C, class T, class Body>
-__attribute__((always_inline)) inline void along(std::int64_t n, const Body& body) {
-  using Vector = typename C::Vector;
-  std::int64_t j = 0;
-  for (; j + C::lanes <= n; j += C::lanes) {
-    body(j, [](const T* from) { return load(from); }, [](T* to, Vector a) { store(to, a); });
-  }
-  const std::int64_t left = n - j;
-  if (left > 0) {
-    body(j, [left](const T* from) { return load_some<C>(from, left); },
-         [left](T* to, Vector a) { store_some<C>(to, left, a); });
-  }
 }
 
 // The terms of a row's witnesses, in two parts. Several accumulators, so that no addition waits for the one before it.
@@ -88,12 +43,6 @@ inline Parts<typename ComputedIn<T>::Type::Number> sum_terms(
   if (j < n) parts[1].add(term(load_some<C>(x + j, n - j), j));
   for (int k = 1; k < kAtOnce; ++k) parts[0].add(parts[k]);
   return parts_of_lanes<typename C::Number>(parts[0]);
-}
-
-// The sum above which squares may overflow. Where it is NaN, a channel that is no witness may be infinite.
-template <int F, class Number>
-inline bool ordinary(Number total) {
-  return total < (Number)Most<F, Number>::u;
 }
 
 // The constants of one row's channels.
@@ -146,106 +95,6 @@ struct ManyParameters {
   }
 };
 
-// A row with infinities, NaN or numbers whose squares overflow, one number after another, in double. All numbers are
-// multiplied by `unit`, which changes no result, where double overflows too.
-template <int F, class T>
-struct RareRow {
-  using Number = typename ComputedIn<T>::Type::Number;
-  // As the definition clamps.
-  static constexpr double kLimit = sizeof(Number) == 4 ? 0x1p63 : 0x1p511;
-  const T* x;
-  const Period& period;
-  const bool many_constants;
-  double unit = 1, total = 0, rest = 0;
-  // The gradient by T of all channels, and of all but the one whose term dominates.
-  double moment = 0, moment_of_rest = 0;
-
-  RareRow(const T* row, std::int64_t n, const Period& parameters, bool per_channel)
-      : x(row), period(parameters), many_constants(per_channel) {
-    sum_terms(n);
-    if (total < 0x1p510) return;
-    unit = 0x1p-400;
-    sum_terms(n);
-  }
-
-  static double number(const void* numbers, std::int64_t j) { return ((const Number*)numbers)[j]; }
-  double own(std::int64_t j) const { return number(period.constant, many_constants ? j : 0); }
-  double shift(std::int64_t j) const { return number(period.shift, many_constants ? j : 0); }
-  double term_gain(std::int64_t j) const { return number(period.term_gain, j); }
-  double unbounded(std::int64_t j) const {
-    return (double)number_of(x[j]) - number(period.center, many_constants ? j : 0);
-  }
-  double u(std::int64_t j) const { return at_least(at_most(unbounded(j), kLimit), -kLimit) * unit; }
-  // Not a product where the gain is 0: it would be NaN if u is.
-  double term(std::int64_t j) const { return term_gain(j) == 0 ? 0 : u(j) * term_gain(j) * u(j); }
-  double sum(std::int64_t j) const { return kLeftOut<F> ? sum_without(term(j), total, rest) : total; }
-
-  void sum_terms(std::int64_t n) {
-    Parts<double> parts = {0, 0};
-    for (std::int64_t j = 0; j < n; ++j) parts.add(term(j));
-    total = parts.total();
-    rest = parts.rest;
-  }
-
-  // 1 / sqrt(beta + T + u^2) of DyISRU, and for the others that by which the slope is multiplied.
-  double inverse_root(std::int64_t j) const {
-    const double a = own(j);
-    if constexpr (kLeftOut<F>) return 1 / __builtin_sqrt(a * unit * unit + sum(j) + u(j) * u(j));
-    return 1 / __builtin_sqrt(unit * unit + kRatio<F> * a * a * sum(j));
-  }
-  double value(std::int64_t j) const {
-    const double inverse = inverse_root(j);
-    if constexpr (kLeftOut<F>) return u(j) * inverse;
-    return Of<F>::value(u(j), own(j) * inverse, shift(j));
-  }
-
-  void forward(T* y, std::int64_t n) const {
-    using C = typename ComputedIn<T>::Type;
-    for (std::int64_t j = 0; j < n; ++j) {
-      const double result = value(j) * number(period.gain, j) + number(period.bias, j);
-      store_some<C>(y + j, 1, C::splat_of((Number)result));
-    }
-  }
-
-  // As `partials` has them, but that by T in the row's unit.
-  Partials<double> derivatives(std::int64_t j, double grad) const {
-    const double gain = number(period.gain, j), inverse = inverse_root(j);
-    if constexpr (kLeftOut<F>) {
-      const double cube = grad * gain * inverse * inverse * inverse, moment_here = cube * u(j);
-      const double constant = own(j) * unit * unit + sum(j);
-      return {grad, value(j), cube * constant * unit, moment_here * unit * unit, moment_here, 0};
-    } else {
-      const double a = own(j) * inverse;
-      const auto d = Of<F>::all(u(j), a, shift(j), grad);
-      const double sloped = d.sloped * gain, moment_here = sloped * u(j);
-      return {grad, value(j), sloped * a * unit, moment_here * inverse * inverse * inverse * unit * unit,
-              moment_here * a * a * a, sloped};
-    }
-  }
-
-  void backward(const T* grad, T* grad_x, std::int64_t n, Number* sums, std::int64_t padded) {
-    using C = typename ComputedIn<T>::Type;
-    for (std::int64_t j = 0; j < n; ++j) {
-      const double here = derivatives(j, number_of(grad[j])).sum;
-      moment += here;
-      if (!(term(j) > rest)) moment_of_rest += here;
-    }
-    for (std::int64_t j = 0; j < n; ++j) {
-      const double g = number_of(grad[j]), far = unbounded(j);
-      Partials<double> d = derivatives(j, g);
-      double others = moment;
-      if constexpr (kLeftOut<F>) others = term(j) > rest ? moment_of_rest : moment - d.sum;
-      if (term_gain(j) != 0) d.x -= kRatio<F> * term_gain(j) * u(j) * others * unit;
-      // As the definition's clamp; NaN stays NaN.
-      if (far > kLimit || far < -kLimit) d.x = 0;
-      if (grad_x) store_some<C>(grad_x + j, 1, C::splat_of((Number)d.x));
-      if (!sums) continue;
-      const double added[kWitnessSums + 1] = {g, d.left * d.right, d.constant, d.x, d.shift, u(j) * others * u(j)};
-      for (int s = 0; s <= kWitnessSums; ++s) sums[s * padded + j] += (Number)added[s];
-    }
-  }
-};
-
 template <int F, class T, int kLayout>
 void forward_many(const void* x_, void* y_, std::int64_t n, std::int64_t length, const Period& period, bool streamed) {
   using C = typename ComputedIn<T>::Type;
@@ -260,7 +109,7 @@ void forward_many(const void* x_, void* y_, std::int64_t n, std::int64_t length,
     const auto parts = next;
     if (i + 2 * length <= n) next = sum_terms<F, T, kLayout>(x + length, length, p);
     if (__builtin_expect(!ordinary<F>(parts.total()), false)) {
-      RareRow<F, T>(x, length, period, kLayout == kRows).forward(y, length);
+      forward_rare<F, T>(x, y, length, period, kLayout == kRows);
       continue;
     }
     of_row.constants.set(p, parts);
@@ -354,31 +203,33 @@ void backward_many(const void* x_, const void* grad_, void* grad_x_, std::int64_
   constexpr int kRowsTogether = kSideBySide<F, C>;
   auto* sums = (typename C::Number*)sums_;
   const Parameters<C, kLayout> p{period};
-  ManyRow<F, T, kLayout> together[kRowsTogether];
-  for (std::int64_t row = 0; row < rows;) {
-    const T *x = (const T*)x_ + row * stride, *grad = (const T*)grad_ + row * stride;
-    T* grad_x = grad_x_ ? (T*)grad_x_ + row * stride : nullptr;
-    const std::int64_t left = rows - row;
-    const int count = left < kRowsTogether ? (int)left : kRowsTogether;
-    for (int k = 0; k < count; ++k) together[k].read_terms(x + k * stride, stride, p);
+  const T *x = (const T*)x_, *grad = (const T*)grad_;
+  T* grad_x = (T*)grad_x_;
+  ManyRow<F, T, kLayout> ahead[kRowsTogether];
+  auto to = [&](std::int64_t i) { return grad_x ? grad_x + i : grad_x; };
+  auto prepare = [&](std::int64_t row, int count) {
+    for (int k = 0; k < count; ++k) ahead[k].read_terms(x + (row + k) * stride, stride, p);
     int ready = 0;
-    while (ready < count && together[ready].read_moments(x + ready * stride, grad + ready * stride, stride, p)) ++ready;
-    if (ready == kRowsTogether) {
-      backward_many_some<F, T, kLayout, kRowsTogether>(together, x, grad, grad_x, stride, p, sums, padded);
-      row += kRowsTogether;
-      continue;
+    for (; ready < count; ++ready) {
+      const std::int64_t i = (row + ready) * stride;
+      if (!ahead[ready].read_moments(x + i, grad + i, stride, p)) break;
     }
-    for (int k = 0; k < ready; ++k) {
-      const std::int64_t i = k * stride;
-      backward_many_some<F, T, kLayout, 1>(together + k, x + i, grad + i, grad_x ? grad_x + i : grad_x, stride, p, sums,
-                                           padded);
-    }
-    row += ready;
-    // What stopped it: a rare row, or the end.
-    if (row == rows) continue;
-    const std::int64_t i = ready * stride;
-    RareRow<F, T>(x + i, stride, period, kLayout == kRows).backward(grad + i, grad_x ? grad_x + i : grad_x, stride, sums,
-                                                                    padded);
-    ++row;
-  }
+    return ready;
+  };
+  auto together = [&](std::int64_t row) {
+    const std::int64_t i = row * stride;
+    backward_many_some<F, T, kLayout, kRowsTogether>(ahead, x + i, grad + i, to(i), stride, p, sums, padded);
+  };
+  auto one = [&](std::int64_t row, int k) {
+    const std::int64_t i = row * stride;
+    backward_many_some<F, T, kLayout, 1>(ahead + k, x + i, grad + i, to(i), stride, p, sums, padded);
+  };
+  auto rare = [&](std::int64_t row) {
+    const std::int64_t i = row * stride;
+    auto add_up = [&](std::int64_t j, int, const double* numbers) {
+      for (int s = 0; sums && s <= kWitnessSums; ++s) sums[s * padded + j] += (typename C::Number)numbers[s];
+    };
+    backward_rare<F, T>(x + i, grad + i, to(i), stride, period, kLayout == kRows, add_up);
+  };
+  in_groups<kRowsTogether>(rows, prepare, together, one, rare);
 }

@@ -19,8 +19,8 @@ enum Sum { kSumGrad = 0, kSumValue = 1, kSumMoment = 2, kSumSlope = 3, kSums = 4
 // arrays comes one of the sums of the gains' gradients: kMostFew of them, or one for each channel.
 constexpr Sum kSumShift = Sum(4);
 constexpr int kWitnessSums = 5;
-// Up to the first the witnesses are computed by themselves (witnesses.h), beyond with all channels (many_witnesses.h). Up
-// to the second, rows are looked at together.
+// Up to the first, which is MOST_CHOSEN of arguments.py, the witnesses are computed by themselves (witnesses.h), beyond
+// with all channels (many_witnesses.h). Up to the second, rows are looked at together.
 constexpr int kMostFew = 16, kVeryFew = 4;
 
 struct Witnesses;

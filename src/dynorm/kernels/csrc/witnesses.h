@@ -1,73 +1,8 @@
-// Rows with witnesses, a few named channels that tell each row's constant: beta + T with T the sum of g_k u_k^2, and for
-// the functions of a slope alpha / sqrt(1 + ratio alpha^2 T). Included by kernels.h, inside its namespace.
+// Rows with up to kMostFew witnesses. Included by kernels.h, inside its namespace, after row_constants.h, which has the
+// formulas.
 //
 // DyISRU leaves a witness out of its own sum, and takes no difference for that: one channel may be nearly all of the sum.
 // So the loop along a row knows one sum, and the witnesses' columns are computed by themselves, side by side in vectors.
-
-template <int F>
-constexpr bool kLeftOut = F == kDyisru || F == kDyisruWide;
-// 1 / (beta slope^2): the slope of erf at 0 is 2 / sqrt(pi).
-template <int F>
-constexpr double kRatio = F == kDerf ? 1.2732395447351628 : 1.0;
-
-// What numbers are kept under: u, so that its square is finite, as in the definition, and of DyISRU's both squares alike,
-// for their quotient; and sums, of which DyISRU's leaves room for another square.
-template <int F, class Number>
-struct Most {
-  static constexpr bool narrow = sizeof(Number) == 4;
-  static constexpr double u = kLeftOut<F> ? (narrow ? 0x1p62 : 0x1p510) : (narrow ? 0x1p63 : 0x1p511);
-  static constexpr double sum = kLeftOut<F> ? (narrow ? 0x1p126 : 0x1p1022)
-                                            : (narrow ? 0x1.fffffep127 : 0x1.fffffffffffffp1023);
-};
-inline float at_most(float a, float bound) { return a > bound ? bound : a; }
-inline double at_most(double a, double bound) { return a > bound ? bound : a; }
-inline float at_least(float a, float bound) { return a < bound ? bound : a; }
-inline double at_least(double a, double bound) { return a < bound ? bound : a; }
-// Of one number or a vector of them; NaN stays NaN.
-template <int F, class Number, class Some>
-inline Some bounded(Some u) {
-  constexpr Number most = (Number)Most<F, Number>::u;
-  return at_least(at_most(u, most), -most);
-}
-template <int F, class Number, class Some>
-inline Some capped(Some sum) {
-  return at_most(sum, (Number)Most<F, Number>::sum);
-}
-
-// The slope of a line where u is at its bound: 0, as in the definition.
-inline V flat_at_bound(V u, V slope) { return magnitude(u) < 0x1p63f ? slope : splat(0); }
-inline double flat_at_bound(double u, double slope) { return u < 0x1p511 && u > -0x1p511 ? slope : u != u ? u : 0; }
-
-inline double over_root_of(double a) { return 1 / __builtin_sqrt(a); }
-inline V over_root_of(V a) {
-#if defined(DYNORM_RSQRT_BITS)
-  return inverse_root(a);
-#else
-  for (int k = 0; k < kLanes; ++k) a[k] = 1 / __builtin_sqrtf(a[k]);
-  return a;
-#endif
-}
-
-// A row's constant, and what the functions of a slope have multiplied it by.
-template <class Vector>
-struct Effective {
-  Vector constant, root;
-};
-template <int F, class C, class Vector>
-inline Effective<Vector> effective(Vector own, Vector sum) {
-  if constexpr (kLeftOut<F>) {
-    return {own + sum, own};
-  } else {
-    using Number = typename C::Number;
-    const Vector square = kRatio<F> == 1 ? own : own * (Number)kRatio<F>;
-    const Vector root = over_root_of(capped<F, Number>(C::muladd(own * sum, square, C::splat_of(1))));
-    return {own * root, root};
-  }
-}
-
-inline double number_of(double a) { return a; }
-inline float number_of(float a) { return a; }
-inline float number_of(Bfloat16 a) { return as_float((std::uint32_t)a.bits << 16); }
 
 // The witnesses of one row: u, each one's sum, and the sum that all other channels have.
 template <int F, class T>
@@ -78,32 +13,22 @@ struct RowSums {
   alignas(64) Number u[kMostFew] = {}, without[kMostFew] = {}, total = 0;
 
   // at(i) is the number of witness i.
+  // Numbers rather than vectors: they are few, and wanted a row later, when they have reached memory.
   template <class At>
   void read(At at, const Witnesses& w) {
-    add_up<false>(at, w);
-    // Seldom: to look at each number would take as long as all else. NaN is not below.
-    if (__builtin_expect(!(total < (Number)Most<F, Number>::u), false)) add_up<true>(at, w);
-  }
-
-  // Numbers rather than vectors: they are few, and wanted a row later, when they have reached memory.
-  template <bool kBound, class At>
-  void add_up(At at, const Witnesses& w) {
     const Number *center = (const Number*)w.columns.center, *gain = (const Number*)w.gain;
     Number terms[kMostFew], sum = 0;
     for (int i = 0; i < w.count; ++i) {
       u[i] = number_of(at(i)) - center[i];
-      if (kBound) u[i] = bounded<F, Number>(u[i]);
       terms[i] = u[i] * gain[i] * u[i];
-      if (kBound) terms[i] = capped<F, Number>(terms[i]);
       without[i] = sum;
       sum = sum + terms[i];
     }
-    total = kBound ? capped<F, Number>(sum) : sum;
+    total = sum;
     sum = 0;
 #pragma GCC unroll 1
     for (int i = w.count - 1; i >= 0; --i) {
       without[i] = kLeftOut<F> ? without[i] + sum : total;
-      if (kBound) without[i] = capped<F, Number>(without[i]);
       sum = sum + terms[i];
     }
   }
@@ -115,7 +40,6 @@ template <int F, class T>
 struct Ahead {
   using C = typename ComputedIn<T>::Type;
   using Number = typename C::Number;
-  static constexpr Number kLarge = (Number)Most<F, Number>::u;
   // Those of a row begin kVeryFew places after those of the last; 0 where there are no more rows.
   alignas(64) T x[kMostFew] = {};
   alignas(64) Number totals[kMostFew] = {};
@@ -132,21 +56,14 @@ struct Ahead {
 
   void look(const Witnesses& w) {
     if constexpr (C::lanes > 1) {
-      if (w.count <= kVeryFew) {
-        if (__builtin_expect(!any_above(look_at_few(w), kLarge), true)) return;
-        for (int place = 0; place < C::lanes; place += kVeryFew) {
-          if (!(totals[place] < kLarge)) look_at_row(place, w);
-        }
-        return;
-      }
+      if (w.count <= kVeryFew) return look_at_few(w);
     }
-    look_at_row(0, w);
+    look_at_row(w);
   }
 
-  // The sums, of which those that are large, or no numbers, are wrong.
-  V look_at_few(const Witnesses& w) {
+  void look_at_few(const Witnesses& w) {
     auto at = [](const void* numbers) { return fours((const float*)numbers); };
-    const V u = bounded<F, float>(load(x) - at(w.columns.center)), term = u * at(w.gain) * u;
+    const V u = load(x) - at(w.columns.center), term = u * at(w.gain) * u;
     const V next = turned<1>(term), others = next + turned<1>(next) + turned<3>(term), total = others + term;
     store(totals, total);
     if constexpr (kLeftOut<F>) {
@@ -154,22 +71,19 @@ struct Ahead {
       add_squares<F>(z, constant);
       store(own, fma(value_of<F, T>(z[0], constant[0], splat(0)), at(w.columns.gain), at(w.columns.bias)));
     }
-    return total;
   }
 
-  void look_at_row(int place, const Witnesses& w) {
+  void look_at_row(const Witnesses& w) {
     using Vector = typename C::Vector;
     const Parameters<C, kRows> columns{w.columns};
     RowSums<F, T> row_sums;
-    row_sums.read([&](int i) { return x[place + i]; }, w);
-    totals[place] = row_sums.total;
-    T some[kMostFew];
+    row_sums.read([&](int i) { return x[i]; }, w);
+    totals[0] = row_sums.total;
     for (int j = 0; kLeftOut<F> && j < w.count; j += C::lanes) {
       Vector z[1] = {load(row_sums.u + j)}, constant[1] = {columns.constant(j) + load(row_sums.without + j)};
       add_squares<F>(z, constant);
-      store(some + j, C::muladd(value_of<F, T>(z[0], constant[0], columns.shift(j)), columns.gain(j), columns.bias(j)));
+      store(own + j, C::muladd(value_of<F, T>(z[0], constant[0], columns.shift(j)), columns.gain(j), columns.bias(j)));
     }
-    for (int i = 0; kLeftOut<F> && i < w.count; ++i) own[place + i] = some[i];
   }
 
   // Over what the row's loop has left in their place.
@@ -183,22 +97,6 @@ struct Ahead {
 
 inline void set_lane(double& a, std::int64_t, double value) { a = value; }
 inline void set_lane(V& a, std::int64_t lane, float value) { a[lane] = value; }
-
-// A row's constants, of parameters and the row's sum.
-template <int F, class C, int kLayout>
-struct RowConstants {
-  using Vector = typename C::Vector;
-  Vector sum_;
-  Effective<Vector> shared;
-
-  void set(const Parameters<C, kLayout>& p, typename C::Number sum) {
-    sum_ = C::splat_of(sum), shared = effective<F, C>(p.constant_, sum_);
-  }
-  Effective<Vector> at(const Parameters<C, kLayout>& p, std::int64_t j) const {
-    if constexpr (kLayout == kRows) return effective<F, C>(p.constant(j), sum_);
-    return shared;
-  }
-};
 
 // What forward_row asks for.
 template <int F, class T, int kLayout>
@@ -257,6 +155,10 @@ void forward_few(const void* x_, void* y_, std::int64_t n, std::int64_t length, 
     for (int r = 0; r < together && first + r < rows; ++r) {
       const std::int64_t row = first + r;
       take(row + 2 * together, ahead[(block + 2) % 3], r * kVeryFew);
+      if (__builtin_expect(!ordinary<F>(here.totals[r * kVeryFew]), false)) {
+        forward_rare<F, T>(x + row * length, y + row * length, length, period, kLayout == kRows);
+        continue;
+      }
       of_row.row.set(p, here.totals[r * kVeryFew]);
       of_row.own = here.own + r * kVeryFew, of_row.next = 0;
       if (streamed) {
@@ -270,53 +172,6 @@ void forward_few(const void* x_, void* y_, std::int64_t n, std::int64_t length, 
   if (streamed) fence();
 }
 
-// Two factors of grad f; and the gradients by x, by the constant as the plan holds it, by T and by the shift, with the
-// gain in them: the constant's is -2 times DyISRU's, that of T -2 / ratio times.
-template <class Vector>
-struct Partials {
-  Vector left, right, x, constant, sum, shift;
-};
-template <int F, class C, class Vector>
-__attribute__((always_inline)) inline Partials<Vector> partials(Vector u, Effective<Vector> e, Vector shift,
-                                                                Vector gain, Vector grad) {
-  if constexpr (!kLeftOut<F>) {
-    const auto d = Of<F>::all(u, e.constant, shift, grad);
-    const Vector sloped = d.sloped * gain, moment = sloped * d.arm, a = e.constant, x = sloped * a;
-    Vector slope = x;
-    if constexpr (F == kLinear) slope = flat_at_bound(u, x);
-    return {d.left, d.right, slope, moment * e.root * e.root * e.root, moment * a * a * a, sloped};
-  } else if constexpr (Of<F>::kRooted && C::lanes > 1) {
-    // The cube is 0 beyond a sum of 2^84, where no slope matters beside 1.
-    const Vector inverse = inverse_root(fma(u, u, e.constant)), left = grad * inverse;
-    const Vector cube = left * gain * (inverse * inverse), moment = cube * u;
-    return {left, u, cube * e.constant, moment, moment, moment};
-  } else {
-    const auto d = Of<kDyisruWide>::all(u, e.constant, shift, grad);
-    const Vector sloped = d.sloped * gain, moment = sloped * d.arm;
-    return {d.left, d.right, sloped, moment, moment, moment};
-  }
-}
-
-template <int F, class C, class Vector>
-__attribute__((always_inline)) inline void add(Vector (&sums)[kWitnessSums], Vector grad, const Partials<Vector>& d) {
-  sums[kSumGrad] = sums[kSumGrad] + grad;
-  sums[kSumValue] = C::muladd(d.left, d.right, sums[kSumValue]);
-  sums[kSumMoment] = sums[kSumMoment] + d.constant;
-  sums[kSumSlope] = sums[kSumSlope] + d.x;
-  if constexpr (F == kDerf) sums[kSumShift] = sums[kSumShift] + d.shift;
-}
-
-template <class Number, class Vector>
-inline Number sum_of_lanes(Vector a) {
-  constexpr int lanes = sizeof(Vector) / sizeof(Number);
-  Number each[lanes];
-  store(each, a);
-  for (int half = lanes / 2; half > 0; half /= 2) {
-    for (int k = 0; k < half; ++k) each[k] += each[k + half];
-  }
-  return each[0];
-}
-
 // The sums over the rows of the witnesses' columns.
 template <int F, class T>
 struct ColumnSums {
@@ -325,6 +180,8 @@ struct ColumnSums {
   using Vector = typename C::Vector;
   static constexpr int kVectors = kMostFew / C::lanes;
   Vector at[kVectors][kWitnessSums] = {}, gain[kVectors] = {};
+  // Of rare rows: the sums, and the gains'.
+  Number rare[kWitnessSums + 1][kMostFew] = {};
 
   // The witnesses' columns of one row, `rest` being the gradient by T of all others.
   void row(const RowSums<F, T>& row_sums, const T* grad, T* grad_x, const Witnesses& w, Vector rest) {
@@ -368,30 +225,29 @@ struct ColumnSums {
       store(some[kWitnessSums] + v * C::lanes, gain[v]);
     }
     for (int i = 0; i < w.count; ++i) {
-      for (int s = 0; s < kWitnessSums; ++s) sums[s * padded + w.channel[i]] = some[s][i];
-      sums[kWitnessSums * padded + i] = some[kWitnessSums][i];
+      for (int s = 0; s < kWitnessSums; ++s) sums[s * padded + w.channel[i]] = some[s][i] + rare[s][i];
+      sums[kWitnessSums * padded + i] = some[kWitnessSums][i] + rare[kWitnessSums][i];
     }
   }
 };
 
 // Some rows side by side, as backward_some.
 template <int F, class T, int kLayout, int kRowsTogether>
-__attribute__((always_inline)) inline void backward_few_some(const T* x, const T* grad, T* grad_x, std::int64_t n,
+__attribute__((always_inline)) inline void backward_few_some(const RowSums<F, T>* row_sums, const T* x, const T* grad,
+                                                              T* grad_x, std::int64_t n,
                                                               const Parameters<typename ComputedIn<T>::Type, kLayout>& p,
                                                               const Witnesses& w, ColumnSums<F, T>& columns,
                                                               typename ComputedIn<T>::Type::Number* sums,
                                                               std::int64_t padded) {
   using C = typename ComputedIn<T>::Type;
   using Vector = typename C::Vector;
-  RowSums<F, T> row_sums[kRowsTogether];
   RowConstants<F, C, kLayout> constants[kRowsTogether];
   Vector by_sum[kRowsTogether];
   for (int k = 0; k < kRowsTogether; ++k) {
-    row_sums[k].read([&](int i) { return x[k * n + w.channel[i]]; }, w);
     constants[k].set(p, row_sums[k].total);
     by_sum[k] = C::splat_of(0);
   }
-  auto at = [&](std::int64_t j, auto read, auto write) __attribute__((always_inline)) {
+  along<C, T>(n, [&](std::int64_t j, auto read, auto write) __attribute__((always_inline)) {
     Vector here[kWitnessSums];
     for (int s = 0; s < kWitnessSums; ++s) here[s] = sums ? load(sums + s * padded + j) : C::splat_of(0);
     for (int k = 0; k < kRowsTogether; ++k) {
@@ -402,16 +258,7 @@ __attribute__((always_inline)) inline void backward_few_some(const T* x, const T
       if (grad_x) write(grad_x + k * n + j, d.x);
     }
     for (int s = 0; sums && s < kWitnessSums; ++s) store(sums + s * padded + j, here[s]);
-  };
-  std::int64_t j = 0;
-  for (; j + C::lanes <= n; j += C::lanes) {
-    at(j, [](const T* from) { return load(from); }, [](T* to, Vector a) { store(to, a); });
-  }
-  const std::int64_t rest = n - j;
-  if (rest > 0) {
-    at(j, [rest](const T* from) { return load_some<C>(from, rest); },
-       [rest](T* to, Vector a) { store_some<C>(to, rest, a); });
-  }
+  });
   for (int k = 0; k < kRowsTogether; ++k) {
     const Vector others = C::splat_of(sum_of_lanes<typename C::Number>(by_sum[k]));
     columns.row(row_sums[k], grad + k * n, grad_x ? grad_x + k * n : grad_x, w, others);
@@ -429,15 +276,36 @@ void backward_few(const void* x_, const void* grad_, void* grad_x_, std::int64_t
   const Parameters<C, kLayout> p{period};
   const Witnesses& w = *period.witnesses;
   ColumnSums<F, T> columns;
-  std::int64_t row = 0;
+  RowSums<F, T> row_sums[kRowsTogether];
   auto to = [&](std::int64_t i) { return grad_x ? grad_x + i : grad_x; };
-  for (; row + kRowsTogether <= rows; row += kRowsTogether) {
+  auto prepare = [&](std::int64_t row, int count) {
+    int ready = 0;
+    for (int k = 0; k < count; ++k) {
+      const T* from = x + (row + k) * stride;
+      row_sums[k].read([&](int i) { return from[w.channel[i]]; }, w);
+      if (ready == k && ordinary<F>(row_sums[k].total)) ++ready;
+    }
+    return ready;
+  };
+  auto together = [&](std::int64_t row) {
     const std::int64_t i = row * stride;
-    backward_few_some<F, T, kLayout, kRowsTogether>(x + i, grad + i, to(i), stride, p, w, columns, sums, padded);
-  }
-  for (; row < rows; ++row) {
+    backward_few_some<F, T, kLayout, kRowsTogether>(row_sums, x + i, grad + i, to(i), stride, p, w, columns, sums,
+                                                    padded);
+  };
+  auto one = [&](std::int64_t row, int k) {
     const std::int64_t i = row * stride;
-    backward_few_some<F, T, kLayout, 1>(x + i, grad + i, to(i), stride, p, w, columns, sums, padded);
-  }
+    backward_few_some<F, T, kLayout, 1>(row_sums + k, x + i, grad + i, to(i), stride, p, w, columns, sums, padded);
+  };
+  auto rare = [&](std::int64_t row) {
+    const std::int64_t i = row * stride;
+    auto add_up = [&](std::int64_t j, int place, const double* numbers) {
+      for (int s = 0; place >= 0 && s <= kWitnessSums; ++s) columns.rare[s][place] += (typename C::Number)numbers[s];
+      for (int s = 0; place < 0 && sums && s < kWitnessSums; ++s) {
+        sums[s * padded + j] += (typename C::Number)numbers[s];
+      }
+    };
+    backward_rare<F, T>(x + i, grad + i, to(i), stride, period, kLayout == kRows, add_up);
+  };
+  in_groups<kRowsTogether>(rows, prepare, together, one, rare);
   if (sums) columns.write(sums, padded, w);
 }
