@@ -29,6 +29,7 @@ def fold_(
     *args: Any,
     affine: bool = True,
     center: bool = True,
+    center_readers: bool = False,
     constants: bool = True,
     redundant: float = 0.0,
     add_bias: bool = False,
@@ -42,7 +43,7 @@ def fold_(
     r"""Fold the linear parts of a model's norms into its neighbours, in place.
 
     The outputs stay the same. A norm is ``weight * core(x) + bias``, and LayerNorm's core centres
-    first, with P = I - 11^T / C. Three rewrites:
+    first, with P = I - 11^T / C. Four rewrites:
 
     - *affine*: into everything that reads the norm, ``W' = W diag(weight)``, ``b' = b + W bias``,
       if all of that is linear. Weight and bias stay as ones and zeros, so that the model's own
@@ -50,11 +51,14 @@ def fold_(
     - *center*: out of everything that writes into the residual stream, ``W' = P W``, ``b' = P b``,
       if nothing but LayerNorms reads that stream; they become
       :class:`dynorm.layers.rmsnorm.RMSNorm`, with the same eps.
+    - *center_readers*: a mean that stays, into everything that reads the norm, ``W' = W
+      diag(weight) P``. The norm stays a LayerNorm, but a point-wise layer that replaces it later
+      need not know each token's mean.
     - *constants*: a point-wise layer's scale into its readers, its learned centre into the bias
       before it. With *affine*, a linear layer without witnesses is removed as a whole, if
       necessary by rescaling the residual stream.
 
-    These are exact. A fourth, *redundant*, removes a norm that feeds only norms, through products:
+    These are exact. A fifth, *redundant*, removes a norm that feeds only norms, through products:
     the later norms divide by each token's scale anyway. It is exact up to their eps, which is then
     added to the squares of tokens of another size.
 
@@ -73,6 +77,8 @@ def fold_(
         *args: the example, the arguments of one call; or one batch, a tuple or dict of them.
         affine: fold weights and biases.
         center: fold means.
+        center_readers: let the readers of a LayerNorm subtract its mean, if its weight and bias are
+            folded and its mean is not.
         constants: fold the scales and centres of point-wise layers.
         redundant: the largest relative change to allow when a norm is removed because it feeds only
             norms. It bounds the change of these norms' outputs, for tokens as large as the
@@ -118,7 +124,7 @@ def fold_(
     require_model(model)
     in_place = any(isinstance(m, _DropoutNd) and m.inplace for m in model.modules())
     args, kwargs = example_arguments(model, args, kwargs)
-    options = Options(affine, center, constants, redundant, add_bias, in_place)
+    options = Options(affine, center, center_readers, constants, redundant, add_bias, in_place)
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
     squares = None

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dynorm.fold.redundant import MeanSquares, fold_redundant
-from dynorm.fold.rewrites import fold_affine, fold_centers, fold_means
+from dynorm.fold.rewrites import center_readers, fold_affine, fold_centers, fold_means
 from dynorm.fold.site import SiteFold
 from dynorm.fold.through import RescaledStream, fold_through
 from dynorm.fold.values import NewValues, new_values
@@ -20,6 +20,7 @@ class Options:
 
     affine: bool
     center: bool
+    center_readers: bool
     constants: bool
     redundant: float
     add_bias: bool
@@ -70,6 +71,8 @@ def planned(
     folds, rescaled = _affine_plan(sites, options)
     if options.center:
         fold_means(folds)
+    if options.center_readers:
+        center_readers(folds)
     if options.constants:
         fold_centers(folds)
     if squares is not None:

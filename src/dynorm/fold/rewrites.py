@@ -9,6 +9,7 @@ import torch
 
 from dynorm.fold.refusals import Uses, require_readers
 from dynorm.fold.site import SiteFold
+from dynorm.stream.graph import Slot
 from dynorm.stream.operators import RefusedError
 from dynorm.stream.stream import Stream
 
@@ -111,6 +112,29 @@ def fold_means(folds: Sequence[SiteFold]) -> None:
         for stream in fold.streams:
             if fold.mean_kept is None:
                 fold.mean_kept = refusals.get(stream)
+
+
+def center_readers(folds: Sequence[SiteFold]) -> None:
+    """Decide for each LayerNorm that stays whether its readers can subtract the mean as well.
+
+    The output of a LayerNorm without weight and bias has no mean, so its readers do the same as
+    before. But a point-wise layer in its place need not subtract each token's mean any more.
+    """
+    for fold in folds:
+        is_layernorm = fold.site.kind == "layernorm" and not fold.becomes_rms
+        has_groups = any(reader.groups != 1 for reader in fold.reads)
+        fold.has_centred_readers = is_layernorm and fold.is_absorbed and not has_groups
+    changed = True
+    while changed:
+        changed = False
+        others: set[Slot] = set()
+        for fold in folds:
+            if not fold.has_centred_readers:
+                others.update(reader.weight for reader in fold.reads)
+        for fold in folds:
+            if fold.has_centred_readers and any(read.weight in others for read in fold.reads):
+                fold.has_centred_readers = False
+                changed = True
 
 
 def _require_no_mean(folds: Sequence[SiteFold], stream: Stream) -> None:

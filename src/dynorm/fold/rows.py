@@ -10,7 +10,11 @@ def row_of(fold: SiteFold, affine: bool, center: bool, constants: bool) -> Folde
     """Return the row of a site; the arguments say which rewrites the caller wanted."""
     off = Rewrite(OFF)
     affine_row = _affine_row(fold) if affine and fold.chosen else off
-    mean_row = _mean_row(fold) if center and fold.chosen else off
+    mean_row = off
+    if fold.has_centred_readers:
+        mean_row = Rewrite(FOLDED, _weights_of_readers(fold))
+    elif center and fold.chosen:
+        mean_row = _mean_row(fold)
     constants_row = off
     if constants and fold.chosen and fold.is_pointwise:
         constants_row = _constants_row(fold)

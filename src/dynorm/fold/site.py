@@ -72,6 +72,7 @@ class SiteFold:
     # The mean of a LayerNorm, out of the streams that it is called on.
     streams: list[Stream] = field(default_factory=list)
     mean_kept: str | None = None  # why the mean stays
+    has_centred_readers: bool = False  # the readers subtract it too, so the norm need not
 
     # The learned centre of a point-wise layer, in float64, into a bias or a table before it.
     center: Tensor | None = None

@@ -56,6 +56,8 @@ class NewValues:
                 done.add((weight, bias))
                 if fold.factor is not None:
                     self.values[weight] = reader.scaled(weight.double(), fold.factor)
+                if fold.has_centred_readers:
+                    self.values[weight] = reader.centred(self.value(weight))
                 if fold.shift is not None:
                     constant = reader.constant(weight.double(), fold.shift)
                     if bias is None:

@@ -1,7 +1,8 @@
 """Fold the means of LayerNorms into the weights, before point-wise layers replace them.
 
-A point-wise layer has one centre for all tokens, but each token has its own mean. Where every module
-that writes into a residual stream is linear, the means can go into these modules, exactly.
+A point-wise layer has one centre for all tokens, but each token has its own mean. If all modules that
+write into a residual stream are linear, the mean can be taken out of these; if not, out of those that
+read the norms. Both are exact.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from dynorm.batches import Batch
 from dynorm.errors import DataError, ModelError
 from dynorm.find import find_norms
 from dynorm.fold import fold_
+from dynorm.fold.report import FOLDED, REFUSED
 from dynorm.replace.convert import Globs
 from dynorm.table import PlainRecord
 
@@ -23,31 +25,35 @@ class FoldedMeans(PlainRecord):
     """The means that went into the weights before a conversion.
 
     Args:
-        folded: the number of LayerNorms without a mean to subtract, which were then RMSNorms.
+        folded: the number of LayerNorms whose input has no mean any more, which were then RMSNorms.
+        in_readers: the number of others whose readers subtract the mean.
         layernorms: the number of all LayerNorms.
-        refused: why others stayed, each reason once.
+        refused: why the rest stayed, each reason once.
         untied: the parameters that were tied to others before, such as a head's.
+        added_biases: the modules that got a bias.
 
     Example:
-        >>> print(FoldedMeans(12, 25, (), ("lm_head.weight",)))
-        the means of 12 of 25 LayerNorms were folded into the weights, and lm_head.weight untied
+        >>> print(FoldedMeans(10, 2, 12, (), ("lm_head.weight",)))
+        the means of 12 of 12 LayerNorms were folded into the weights, and lm_head.weight untied
     """
 
     folded: int
+    in_readers: int
     layernorms: int
     refused: tuple[str, ...]
-    untied: tuple[str, ...]
+    untied: tuple[str, ...] = ()
+    added_biases: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return it as a sentence."""
         text = (
-            f"the means of {self.folded} of {self.layernorms} LayerNorms were folded into the "
-            "weights"
+            f"the means of {self.folded + self.in_readers} of {self.layernorms} LayerNorms were "
+            "folded into the weights"
         )
         if self.untied:
             text += f", and {', '.join(self.untied)} untied"
         if self.refused:
-            text += f"; others were refused: {'; '.join(self.refused)}"
+            text += f"; the others were refused: {'; '.join(self.refused)}"
         return text
 
 
@@ -65,17 +71,44 @@ def fold_means_(
         return None
     try:
         with _in_eval_mode(model):
-            report = fold_(
-                model, batch, affine=False, constants=False, untie=True, only=only, skip=skip
-            )
+            return _folded(model, batch, only, skip, layernorms)
     except (ModelError, DataError) as error:
-        return FoldedMeans(0, layernorms, (str(error),), ())
-    reasons = [site.center.reason for site in report.sites if site.center.reason is not None]
+        return FoldedMeans(0, 0, layernorms, (str(error),))
+
+
+def _folded(
+    model: nn.Module, batch: Batch, only: Globs, skip: Globs, layernorms: int
+) -> FoldedMeans:
+    written = fold_(model, batch, affine=False, constants=False, untie=True, only=only, skip=skip)
+    paths = [site.path for site in written.sites if site.center.state == REFUSED]
+    if not paths:
+        return FoldedMeans(written.count("center"), 0, layernorms, (), tuple(written.untied))
+    # Their weights and biases go into the readers too, or the centring would not be between them
+    # and the norm.
+    read = fold_(
+        model,
+        batch,
+        center=False,
+        center_readers=True,
+        constants=False,
+        add_bias=True,
+        untie=True,
+        only=paths,
+    )
+    in_readers = 0
+    reasons: dict[str, None] = {}
+    for site in read.sites:
+        if site.center.state == FOLDED:
+            in_readers += 1
+        elif site.affine.reason is not None:
+            reasons[site.affine.reason] = None
     return FoldedMeans(
-        report.count("center"),
+        written.count("center"),
+        in_readers,
         layernorms,
-        tuple(dict.fromkeys(reasons)),
-        tuple(report.untied),
+        tuple(reasons),
+        tuple(read.untied),
+        tuple(read.added_biases),
     )
 
 
