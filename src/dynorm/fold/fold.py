@@ -8,6 +8,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from dynorm.arguments import check_not_negative
 from dynorm.batches import example_arguments
 from dynorm.errors import DynormError, ModelError
+from dynorm.find.probe import NormSearch
 from dynorm.fold.apply import applied
 from dynorm.fold.check import Check, run
 from dynorm.fold.plan import Options, planned
@@ -19,8 +20,8 @@ from dynorm.fold.site import site_folds
 from dynorm.guard import undisturbed
 from dynorm.replace.convert import Globs
 from dynorm.replace.edits import added_biases, is_changed, untied
-from dynorm.replace.weights import changed_weights, renew_weights_
-from dynorm.stream.survey import survey
+from dynorm.replace.weights import exact_edit
+from dynorm.stream.capture import Graph
 from dynorm.stream.tensors import copied
 
 
@@ -122,31 +123,32 @@ def fold_(
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
     squares = None
+    modules = dict(model.named_modules())
     with undisturbed(model, example, attributes=True) as put_back:
-        sites = site_folds(model, copied(example), only, skip)
-        if redundant and affine:
-            put_back()
-            squares = mean_squares(model, sites, copied(example))
-        # The trace must not start from tensors that a run kept on a module.
+        search = NormSearch(model, *copied(example))
+        # A trial or a trace must not start from tensors that a run kept on a module.
         put_back()
+        sites = site_folds(search.norms(), modules, only, skip)
+        if redundant and affine:
+            run_args, run_kwargs = copied(example)
+            with mean_squares(sites, modules) as squares:
+                model(*run_args, **run_kwargs)
+            put_back()
         # A norm that cannot be folded is traced as it is.
-        norms = {index: fold.site for index, fold in enumerate(sites) if fold.refused is None}
-        graph, around = survey(model, norms, example, untie)
-    plan = planned(graph.slots, around, sites, options, squares)
+        norms = {i: modules[fold.path] for i, fold in enumerate(sites) if fold.refused is None}
+        graph = Graph(model, norms, example, untie)
+    plan = planned(graph, sites, options, squares)
     checked: dict[str, Any] = {}
     if plan.changes_anything:
-        was_changed = bool(changed_weights(model))
         try:
             before = Check(model, example, tolerance) if check else None
             if before is not None and tolerance is None and plan.is_inexact:
                 before.tolerance = max(before.tolerance, redundant)
-            with applied(model, plan):
+            with exact_edit(model), applied(model, plan):
                 if before is not None:
                     checked = before.require_same(model)
                 else:
                     run(model, example)
-            if not was_changed:
-                renew_weights_(model)
         except DynormError:
             raise
         # The model's code may raise anything with other modules in it.

@@ -8,10 +8,11 @@ from dynorm.fold.rewrites import fold_affine, fold_centers, fold_means
 from dynorm.fold.site import SiteFold
 from dynorm.fold.through import RescaledStream, fold_through
 from dynorm.fold.values import NewValues, new_values
+from dynorm.stream.capture import Graph
 from dynorm.stream.feeds import bias_before
 from dynorm.stream.graph import Slot
 from dynorm.stream.operators import RefusedError
-from dynorm.stream.survey import Surroundings
+from dynorm.stream.survey import survey
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,17 @@ class Plan:
 
 
 def planned(
-    slots: Sequence[Slot],
-    around: Mapping[int, Surroundings],
+    graph: Graph,
     sites: Sequence[SiteFold],
     options: Options,
     squares: MeanSquares | None,
 ) -> Plan:
     """Decide where every part of every norm goes, or why it stays.
 
-    ``slots`` are all parameters of the model, and ``around`` are the surroundings of the sites that
-    are called. ``squares`` are needed for redundant norms only.
+    ``squares`` are needed for redundant norms only.
     """
-    for index, surroundings in around.items():
+    dims = {index: sites[index].dim for index in graph.calls}
+    for index, surroundings in survey(graph, dims).items():
         fold = sites[index]
         fold.around = surroundings
         if fold.is_pointwise:
@@ -66,7 +66,7 @@ def planned(
                 fold.bias_before = bias_before(fold.calls, fold.dim, options.add_bias)
             except RefusedError as refusal:
                 fold.no_bias_before = str(refusal)
-        fold.shared = _shared(fold, slots)
+        fold.shared = _shared(fold, graph.slots)
     folds, rescaled = _affine_plan(sites, options)
     if options.center:
         fold_means(folds)
@@ -74,7 +74,7 @@ def planned(
         fold_centers(folds)
     if squares is not None:
         fold_redundant(folds, squares, options.redundant)
-    return Plan(slots, folds, rescaled, new_values(folds, rescaled))
+    return Plan(graph.slots, folds, rescaled, new_values(folds, rescaled))
 
 
 def _affine_plan(

@@ -4,7 +4,7 @@ A *value* is a node whose result is a tensor.
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -102,19 +102,6 @@ class Slot:
     def double(self) -> Tensor:
         """Return a copy in float64, in which all new values are computed."""
         return double(self.tensor).clone()
-
-
-class Graph:
-    """The traced graph of a model, with all its parameters and buffers."""
-
-    def __init__(self, nodes: Iterable[Node], slots: Sequence[Slot]) -> None:
-        self.slots = slots
-        # The calls of each norm, by the index of the norm.
-        self.calls: dict[int, list[Node]] = {}
-        for node in nodes:
-            index = norm_index(node)
-            if index is not None:
-                self.calls.setdefault(index, []).append(node)
 
 
 def norm_index(node: Node) -> int | None:
