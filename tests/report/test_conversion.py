@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm import calibrate_, convert_, find_norms
-from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.errors import DataError, ModelError
 from dynorm.find.recover import core
 from dynorm.layers import PointwiseNorm
 from dynorm.outputs import sample_vectors
@@ -194,7 +194,7 @@ class TestSites:
         return (
             original,
             model,
-            measure(model, text_batches(4, seed=2), fit_on=text_batches(3, seed=1), points=200),
+            measure(model, text_batches(4, seed=2), fit_on=text_batches(3, seed=1)),
         )
 
     def test_a_row_a_site_in_call_order(self, case: Any) -> None:
@@ -264,7 +264,7 @@ class TestSites:
             x = activations(original, [site.path], text_batches(4, seed=2))[site.path][0]
             y = core(x, "layernorm", 1e-12)
             pairs = set(zip(x.flatten().tolist(), y.flatten().tolist(), strict=True))
-            assert len(site.picture.x) == 200
+            assert len(site.picture.x) == min(1500, x.numel())
             assert set(zip(site.picture.x, site.picture.y, strict=True)) <= pairs
             assert sum(b.count for b in site.picture.bins) <= x.numel()
             assert sum(b.count for b in site.picture.bins) > 0.9 * x.numel()
@@ -295,7 +295,6 @@ class TestSites:
                 model,
                 iter(joined(text_batches(4, seed=2))),
                 fit_on=joined(text_batches(3, seed=1)),
-                points=200,
             ),
             rel=2e-4,
         )
@@ -314,16 +313,12 @@ class TestSites:
             }
             for batch in text_batches(4, seed=2)
         ]
-        assert_same(
-            report, measure(model, changed, fit_on=text_batches(3, seed=1), points=200), rel=1e-9
-        )
+        assert_same(report, measure(model, changed, fit_on=text_batches(3, seed=1)), rel=1e-9)
 
     def test_the_same_seed_gives_the_same_report(self, case: Any) -> None:
         _, model, report = case
         again, other = (
-            measure(
-                model, text_batches(4, seed=2), fit_on=text_batches(3, seed=1), points=200, seed=s
-            )
+            measure(model, text_batches(4, seed=2), fit_on=text_batches(3, seed=1), seed=s)
             for s in (0, 1)
         )
         assert again == report
@@ -628,10 +623,6 @@ class TestBadInput:
         model = converted(Model(), toy_batches())
         with pytest.raises(DataError, match="reached none"):
             measure(model, [{"x": torch.randn(4, 8), "use": False}])
-
-    def test_points(self) -> None:
-        with pytest.raises(ArgumentError, match="points"):
-            measure(converted(toy(), toy_batches()), toy_batches(), points=0)
 
 
 def PointwiseLayer() -> PointwiseNorm:  # noqa: N802

@@ -43,7 +43,6 @@ def inspect_norms(
     sites: Sequence[NormSite] | None = None,
     fit_on: Iterable[Batch] | None = None,
     seed: int = 0,
-    points: int = 1500,
     meta: Mapping[str, object] | None = None,
     decode: Callable[[int], str] | None = None,
 ) -> InspectionReport:
@@ -65,7 +64,6 @@ def inspect_norms(
             first batch.
         fit_on: as for :func:`measure`.
         seed: seed of the samples.
-        points: how many points to keep for the picture of a site.
         meta: facts to show with the figures.
         decode: a function from a number of ``input_ids`` to its text, to name the largest tokens.
 
@@ -73,7 +71,6 @@ def inspect_norms(
         A report with one row per site.
 
     Raises:
-        ArgumentError: ``points`` is not positive.
         ModelError: the model has no norm (it may be converted already).
         DataError: there is no batch, one is of the wrong kind, the model cannot run it, it reaches
             no norm, or an activation is not finite.
@@ -94,7 +91,7 @@ def inspect_norms(
         args, kwargs = arguments(model, first)
         sites = find_norms(model, *args, **kwargs)
         remaining = chain([first], remaining)
-    watched = _watched(model, sites, seed, points)
+    watched = _watched(model, sites, seed)
     measured = 0
     with undisturbed(model, evaluate=True):
         for batch, share in batches_with_shares(remaining, fit_on):
@@ -124,8 +121,8 @@ def inspect_norms(
 class _NormStats(SiteStats):
     """The statistics of a norm and of its outliers."""
 
-    def __init__(self, site: NormSite, seed: int, points: int) -> None:
-        super().__init__(site, seed, points)
+    def __init__(self, site: NormSite, seed: int) -> None:
+        super().__init__(site, seed)
         self.outliers = Outliers(site, seed)
 
     def see(self, x: Tensor, batch: Batch, share: float) -> Tensor:
@@ -148,9 +145,7 @@ class _NormStats(SiteStats):
         return InspectedSite(**figures, outliers=outliers, core=core)
 
 
-def _watched(
-    model: nn.Module, sites: Sequence[NormSite], seed: int, points: int
-) -> dict[nn.Module, _NormStats]:
+def _watched(model: nn.Module, sites: Sequence[NormSite], seed: int) -> dict[nn.Module, _NormStats]:
     """Return the statistics of each norm of more than one channel, by its module."""
     usable = []
     for site in sites:
@@ -168,7 +163,7 @@ def _watched(
     for site in usable:
         if site.path not in modules:
             raise ModelError(f"the sites must be those of this model, but it has no {site.path!r}")
-        watched[modules[site.path]] = _NormStats(site, seed + site.order, points)
+        watched[modules[site.path]] = _NormStats(site, seed + site.order)
     return watched
 
 

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from dynorm.errors import require_library
 from dynorm.family import FAMILY
 from dynorm.files import write_text
 from dynorm.report.advice import advice
@@ -19,9 +18,6 @@ from dynorm.report.rendering import digits, rendered, table_html, wins
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
 from dynorm.table import WIDTH, NotTheModel, Table, plain
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,17 +114,6 @@ class Report(NotTheModel):
             >>> report.to_html(getfixture("tmp_path") / "report.html")
         """
         write_text(path, rendered(f"{self._template}.html", report=self))
-
-    def to_dataframe(self) -> "DataFrame":
-        """Return the sites as a ``pandas.DataFrame``, one row per site; nested names have dots.
-
-        Raises:
-            ArgumentError: pandas is not installed.
-        """
-        require_library("pandas", "a data frame", "pandas")
-        from pandas import json_normalize
-
-        return json_normalize(self.to_dict()["sites"])
 
     def __str__(self) -> str:
         """Return the report as a table of 80 columns."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks
-from dynorm.errors import ArgumentError, DataError
+from dynorm.errors import DataError
 from dynorm.family import FAMILY
 from dynorm.report.sizes import SizeStats, token_places
 from dynorm.site import NormSite
@@ -26,6 +26,8 @@ _SIGMAS_PER_OCTAVE = 64
 _OCTAVES = 128
 # The axis of the picture is linear up to here and logarithmic beyond, in typical sigmas.
 PICTURE_KNEE = 2.0
+# The number of points that are sampled for a picture.
+_POINTS = 1500
 # The most error bars of a picture, and the fewest values behind each.
 _BARS = 25
 _LEAST_VALUES = 8
@@ -283,15 +285,12 @@ def _best_beta(error: Callable[[Tensor], Tensor], start: float) -> Tensor:
 class SiteStats:
     """The running statistics of one norm's inputs in the original model, with sampled points."""
 
-    def __init__(self, site: NormSite, seed: int, points: int) -> None:
-        if points < 1:
-            raise ArgumentError(f"points must be at least 1, got {points}")
+    def __init__(self, site: NormSite, seed: int) -> None:
         self.site = site
         self.tokens = 0
         channels = math.prod(site.normalized_shape)
         self.scale = math.sqrt(channels if site.kind == "rmsnorm" else max(channels - 1, 1))
         self._seed = seed
-        self._points = points
         self._sizes = SizeStats(site)
         self._peak = 0.0
         self._core_peak = 0.0
@@ -330,7 +329,7 @@ class SiteStats:
         unit = float(sigma.double().log().mean().exp())
         self.fitted = Histogram(origin, unit, x.device)
         self.held_out = Histogram(origin, unit, x.device)
-        self.sample = Reservoir(self._points, self._seed, x.device)
+        self.sample = Reservoir(_POINTS, self._seed, x.device)
         self._sigmas = torch.zeros(
             2 * _OCTAVES * _SIGMAS_PER_OCTAVE, dtype=torch.long, device=x.device
         )
