@@ -2,13 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from dynorm import version
 from dynorm.errors import ArgumentError, ModelError, StorageError, listed
 from dynorm.family import LAYERS, NAMES
 from dynorm.layers import PointwiseNorm
@@ -116,13 +119,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def require_version(values: Mapping[str, Any], where: str) -> None:
     """Refuse a file in a format that this version does not know."""
-    version = values.get("format_version")
-    if version != FORMAT_VERSION:
+    saved_version = values.get("format_version")
+    if saved_version != FORMAT_VERSION:
         written = ""
         if "dynorm_version" in values:
             written = f", written by dynorm {values['dynorm_version']}"
         raise StorageError(
-            f"the format_version of {where} must be {FORMAT_VERSION}, got {version!r}{written}"
+            f"the format_version of {where} must be {FORMAT_VERSION}, got {saved_version!r}{written}"
         )
 
 
@@ -139,6 +142,21 @@ def require_checksum(values: Mapping[str, object], where: str) -> None:
         raise StorageError(
             f"{where} must be as dynorm wrote it, but was changed since: save the model again"
         )
+
+
+def write_sealed(path: Path, values: Mapping[str, object]) -> None:
+    """Write a JSON object with its format, the version of dynorm, and a checksum of all of it."""
+    sealed = {"format_version": FORMAT_VERSION, "dynorm_version": version.__version__, **values}
+    sealed["sha256"] = checksum(sealed)
+    path.write_text(json.dumps(sealed, indent=2) + "\n", encoding="utf-8")
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Read a file of :func:`write_sealed`; StorageError if it is of another format or changed."""
+    values = read_json(path)
+    require_version(values, str(path))
+    require_checksum(values, str(path))
+    return values
 
 
 def weights_entry(path: Path) -> dict[str, Any]:
@@ -171,6 +189,15 @@ def require_weights(path: Path, expected: object, where: object) -> None:
         )
 
 
+def read_weights(path: Path, expected: object, where: object) -> dict[str, Tensor]:
+    """Return the tensors of a file of weights, which :func:`require_weights` checks."""
+    require_weights(path, expected, where)
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{path} must be a readable safetensors file, but {error}") from error
+
+
 def require_witnesses(
     model: nn.Module, tensors: Mapping[str, Tensor], where: object, config: str
 ) -> None:
@@ -188,6 +215,17 @@ def require_witnesses(
                 f"{name!r} in {where} must be the channels that {config} names, "
                 f"{list(layer.witness_channels)}, got {tensors[name].tolist()}"
             )
+
+
+def layers_named_by(keys: Iterable[str]) -> set[str]:
+    """Return the paths of the point-wise layers whose constants are among some keys of weights."""
+    constants = {name for layer in LAYERS.values() for name in layer.constants}
+    layers = set()
+    for key in keys:
+        path, _, name = key.rpartition(".")
+        if name in constants:
+            layers.add(path)
+    return layers
 
 
 def is_list_of_str(value: object) -> TypeGuard[list[str]]:

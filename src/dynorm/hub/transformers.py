@@ -24,7 +24,6 @@ from transformers.quantizers import auto
 from dynorm import version
 from dynorm.arguments import require_gathered
 from dynorm.errors import ModelError, StorageError, listed, readable
-from dynorm.family import LAYERS
 from dynorm.files import write_text
 from dynorm.hub import contents, quantizer
 from dynorm.hub.quantizer import (
@@ -126,14 +125,7 @@ def _config_of_part(cls: object, folder: object) -> object:
 
 def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
     """Refuse a model with norms where the checkpoint has layers: its config does not name them."""
-    constants = {name for layer in LAYERS.values() for name in layer.constants}
-    layers = set()
-    for key in unexpected:
-        path, _, name = key.rpartition(".")
-        if name in constants:
-            layers.add(path)
-    if not layers:
-        return
+    layers = contents.layers_named_by(unexpected)
     lost = set()
     for path, module in model.named_modules():
         if "norm" not in type(module).__name__.lower():

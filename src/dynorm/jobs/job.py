@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+from torch import Tensor
 
-from dynorm.batches import Batch, arguments
+from dynorm.batches import arguments
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
@@ -144,22 +145,6 @@ def load_job(
     )
 
 
-@dataclass(frozen=True)
-class _Tracked(Sequence[Batch]):
-    """Batches that advance a progress bar whenever one of them is taken."""
-
-    batches: Sequence[Batch]
-    bar: Iterator[object]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: Any) -> Any:
-        batch = self.batches[index]
-        next(self.bar, None)
-        return batch
-
-
 @dataclass
 class Job:
     """A pretrained model with samples to fit on and held-out ones; records results and times."""
@@ -225,8 +210,10 @@ class Job:
         return self.batches(self.calibration, self.recipe.seed, size)
 
     def replace_norms_(self, batches: Batches) -> ConversionReport:
-        """Find the norms and replace them."""
+        """Keep a copy of the original, find the norms and replace them."""
         model = self.pretrained.model
+        if self.original is None:
+            self.original = copy.deepcopy(model)
         with self.stage("find"):
             _, example = arguments(model, batches[len(batches) // 2])
             sites = find_norms(model, **example)
@@ -268,13 +255,19 @@ class Job:
             samples = self.inputs.fit[start : start + steps * size * self.ranks.size]
             if len(samples) <= (self.ranks.size - 1) * size:
                 samples = self.inputs.fit
-            batches = self.ranks.share(self.batches(samples, self.recipe.seed))
+            batches = self.batches(samples, self.recipe.seed)
+            parts = self.ranks.share(batches.parts)
             # Each batch is also measured before and after the steps.
-            taken = range(steps + 2 * len(batches))
+            taken = range(steps + 2 * len(parts))
             bar = iter(self.track(taken, f"refining all constants together, {steps} steps"))
+
+            def tracked(part: Sequence[object]) -> dict[str, Tensor]:
+                next(bar, None)
+                return batches.make(part)
+
             refined = refine_(
                 self.pretrained.model,
-                _Tracked(batches, bar),
+                Batches(tracked, parts),
                 steps=steps,
                 **self.recipe.refine_fields,
             )
