@@ -56,7 +56,7 @@ def register() -> None:
     )
 
     @wraps(save_pretrained)
-    def described_save_pretrained(self: Any, *args: object, **kwargs: object) -> Any:
+    def described_save_pretrained(self: PreTrainedModel, *args: object, **kwargs: object) -> Any:
         # Looked up at each call, because models may be converted or restored in between.
         changes = contents.contents_of(self) if is_changed(self) else None
         if changes is None:
@@ -143,7 +143,7 @@ def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
 
 
 @contextmanager
-def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
+def described(model: PreTrainedModel, changes: contents.Contents | None) -> Iterator[None]:
     """Let the model's config name its contents while the model is written."""
     config = getattr(model.config, "quantization_config", None)
     if isinstance(config, Mapping):
@@ -179,7 +179,7 @@ def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
         yield
 
 
-def tie_aliases_(model: Any, changes: contents.Contents) -> None:
+def tie_aliases_(model: PreTrainedModel, changes: contents.Contents) -> None:
     """Declare the parameters of layers with several paths as tied: otherwise they are not saved."""
     tied = {}
     for alias, name in aliases_of(model, changes.layers).items():
@@ -265,7 +265,7 @@ def read_transformers(folder: Path) -> nn.Module:
     return model
 
 
-def config_of(model: Any, changes: contents.Contents) -> DynormConfig:
+def config_of(model: PreTrainedModel, changes: contents.Contents) -> DynormConfig:
     """Return the description of a model's layers, by paths of its base model."""
     prefix = base_prefix(model)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from dynorm.family import FAMILY
 from dynorm.files import write_text
-from dynorm.report.advice import advice
+from dynorm.report.advice import about_sites, about_steps
 from dynorm.report.columns import CONVERSION, INSPECTION, SiteColumn, constant
 from dynorm.report.output import OutputReport
 from dynorm.report.rendering import digits, rendered, table_html, wins
@@ -264,7 +264,9 @@ class ModelReport(Report):
 
     def advice(self) -> list[str]:
         """Return the recommendation: which norms to keep, and whether more steps would help."""
-        return advice(self)
+        errors = {site.path: site.error_now for site in self.sites if site.error_now is not None}
+        training = self.meta.get("stages", {}).get("distill", {})
+        return [words for words in (about_sites(errors), about_steps(training)) if words]
 
     def __str__(self) -> str:
         """Return the report as a table of 80 columns, with the recommendation below."""

@@ -148,7 +148,7 @@ def rank_of(node: Node) -> int:
     return int(node.meta["val"].dim())
 
 
-def is_tensor(node: Any) -> TypeGuard[Node]:
+def is_tensor(node: object) -> TypeGuard[Node]:
     """Return whether something is a node whose value is one tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
 
