@@ -30,7 +30,6 @@ def fold_(
     *args: Any,
     affine: bool = True,
     center: bool = True,
-    constants: bool = True,
     redundant: float = 0.0,
     add_bias: bool = False,
     untie: bool = False,
@@ -74,7 +73,6 @@ def fold_(
         *args: the example, the arguments of one call; or one batch, a tuple or dict of them.
         affine: fold weights and biases.
         center: fold means.
-        constants: fold the scales and centres of point-wise layers.
         redundant: the largest relative change to allow when a norm is removed because it feeds only
             norms. It bounds the change of these norms' outputs, for tokens as large as the
             example's, and the model's change too if ``tolerance`` is None. At 0 none is removed.
@@ -119,7 +117,7 @@ def fold_(
     require_model(model)
     in_place = any(isinstance(m, _DropoutNd) and m.inplace for m in model.modules())
     args, kwargs = example_arguments(model, args, kwargs)
-    options = Options(affine, center, constants, redundant, add_bias, in_place)
+    options = Options(affine, center, redundant, add_bias, in_place)
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
     squares = None
@@ -159,7 +157,7 @@ def fold_(
                 "use tensors that a norm or a layer holds: only= and skip= help to find which"
             ) from error
     return FoldReport(
-        [row_of(fold, affine, center, constants) for fold in plan.folds],
+        [row_of(fold, options) for fold in plan.folds],
         added_biases(model),
         untied(model),
         loads_with="dynorm" if is_changed(model) else "stock",

@@ -21,7 +21,6 @@ class Options:
 
     affine: bool
     center: bool
-    constants: bool
     redundant: float
     add_bias: bool
     dropout_in_place: bool  # a dropout of the model writes into its input
@@ -70,8 +69,7 @@ def planned(
     folds, rescaled = _affine_plan(sites, options)
     if options.center:
         fold_means(folds)
-    if options.constants:
-        fold_centers(folds)
+    fold_centers(folds)
     if squares is not None:
         fold_redundant(folds, squares, options.redundant)
     return Plan(graph.slots, folds, rescaled, new_values(folds, rescaled))
@@ -85,15 +83,14 @@ def _affine_plan(
     A linear layer that cannot go as a whole gives its readers what any other layer would. Others
     may depend on it, so all are then decided again.
     """
-    affine, constants = options.affine, options.constants
     # Why each linear layer stays.
     stays: dict[int, str] = {}
     if options.dropout_in_place:
         # In training it would write into the input of an identity before it.
         stays = dict.fromkeys(range(len(sites)), "a dropout of the model works in place")
     while True:
-        folds = _as_lines(sites, stays) if affine and constants else list(map(replace, sites))
-        fold_affine(folds, affine, constants, options.add_bias)
+        folds = _as_lines(sites, stays) if options.affine else list(map(replace, sites))
+        fold_affine(folds, options.affine, options.add_bias)
         rescaled = fold_through(folds)
         kept = {}
         for index, fold in enumerate(folds):

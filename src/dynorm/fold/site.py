@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -154,9 +154,16 @@ def site_folds(
     for path, layer in modules.items():
         if path and isinstance(layer, PointwiseNorm):
             kind = type(layer).__name__.lower()
-            site = NormSite(path, (), kind, layer.dim, layer.normalized_shape)
-            site = replace(site, weight_name="weight", bias_name="bias")
-            sites.append(replace(site, weight_offset=layer.weight_offset))
+            site = NormSite(
+                path,
+                kind=kind,
+                dim=layer.dim,
+                normalized_shape=layer.normalized_shape,
+                weight_offset=layer.weight_offset,
+                weight_name="weight",
+                bias_name="bias",
+            )
+            sites.append(site)
     if not sites:
         raise ModelError(
             "the model must have norms or point-wise layers, but none was found: nothing can be "
