@@ -315,10 +315,6 @@ class _LayerStats(SiteStats):
     def report(self) -> SiteReport:
         """Return the row."""
         layer = self.layer
-        fit = self.fit()
-        figures = self.figures()
-        for name, error in fit.errors.items():
-            figures[f"error_{name}"] = error
         center = None
         if layer.center is not None:
             center = float(layer.center.detach().median())
@@ -329,7 +325,7 @@ class _LayerStats(SiteStats):
         if self._outputs:
             saturated = self._saturated / self._outputs
         return SiteReport(
-            **figures,
+            **self.figures(),
             layer=NAMES.get(type(layer), type(layer).__name__),
             error_now=self._output_error(),
             beta=float(layer.beta().detach().median()),
@@ -340,7 +336,7 @@ class _LayerStats(SiteStats):
             explained=self._explained(),
             why=self.why,
             sums=self._drawn_sums.points(),
-            fit=fit,
+            fit=self.fit(),
         )
 
     def _output_error(self) -> float | None:

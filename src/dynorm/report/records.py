@@ -146,11 +146,6 @@ class SiteReport(MeasuredSite):
 
     Args:
         layer: the layer that replaced the norm: "dyisru", "dyt", "derf" or "linear".
-        error_linear: the relative error ``|y - f| / |y|`` of ``f = scale / sqrt(beta) (x - c)``
-            over all held-out tokens and channels, with one beta and the centre c fitted on other
-            tokens.
-        error_dyt: the same of ``scale tanh((x - c) / sqrt(beta))``.
-        error_dyisru: the same of ``scale (x - c) / sqrt(beta + (x - c)^2)``.
         error_now: the error of the layer in the converted model against the norm in the original:
             root of the squared distance of their outputs over that of the norm's outputs from their
             channel's mean. 1 is as bad as a constant. None if the two cannot be paired.
@@ -165,13 +160,13 @@ class SiteReport(MeasuredSite):
             explains, up to a factor: 0 is no more than a constant explains, 1 is all.
         why: why ``to="auto"`` chose the layer; empty if the caller chose it.
         sums: ``beta + sum g u^2`` and the norm's own sum of some tokens.
-        fit: the curves that the three errors of the core belong to.
+        fit: the curves, fitted to the core on some tokens. ``fit.errors`` has the relative error
+            ``|y - f| / |y|`` of each over all other tokens and channels: "linear" is
+            ``scale / sqrt(beta) (x - c)``, "dyt" is ``scale tanh((x - c) / sqrt(beta))``, and
+            "dyisru" is ``scale (x - c) / sqrt(beta + (x - c)^2)``.
     """
 
     layer: str
-    error_linear: float
-    error_dyt: float
-    error_dyisru: float
     error_now: float | None
     beta: float
     center: float | None
