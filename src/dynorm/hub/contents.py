@@ -18,6 +18,7 @@ from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import dynorm_layers
 from dynorm.replace.edits import added_biases, is_changed, untied
 from dynorm.replace.specs import LayerSpec, specs_of
+from dynorm.table import JsonObject
 from dynorm.wrappers import plain_modules
 
 FORMAT_VERSION = 1
@@ -103,7 +104,7 @@ def read_layers(values: object, where: str, *, allow_none: bool = False) -> list
     return specs
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Read a JSON object, or raise StorageError if the file does not hold one."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -151,7 +152,7 @@ def write_sealed(path: Path, values: Mapping[str, object]) -> None:
     path.write_text(json.dumps(sealed, indent=2) + "\n", encoding="utf-8")
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
+def read_sealed(path: Path) -> JsonObject:
     """Read a file of :func:`write_sealed`; StorageError if it is of another format or changed."""
     values = read_json(path)
     require_version(values, str(path))
@@ -159,7 +160,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
     return values
 
 
-def weights_entry(path: Path) -> dict[str, Any]:
+def weights_entry(path: Path) -> JsonObject:
     """Return the size and checksum by which a load recognises a file of weights."""
     with path.open("rb") as file:
         return {

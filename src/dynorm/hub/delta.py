@@ -6,7 +6,6 @@ The file has checksums of the base's weights: the layers of one model are of no 
 import importlib
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,6 +17,7 @@ from dynorm.hub import contents
 from dynorm.replace.converted import dynorm_layers, is_ours, replaced_by
 from dynorm.replace.specs import apply_specs_
 from dynorm.replace.weights import changed_weights, checksums, differs
+from dynorm.table import JsonObject
 from dynorm.wrappers import plain_modules, unwrapped
 
 CONFIG = "dynorm_delta.json"
@@ -129,7 +129,7 @@ def _fingerprint(model: nn.Module) -> dict[str, list[int]]:
     return fingerprint
 
 
-def _require_base(model: nn.Module, fingerprint: dict[str, Any], values: dict[str, Any]) -> None:
+def _require_base(model: nn.Module, fingerprint: JsonObject, values: JsonObject) -> None:
     """Refuse a model that is not the base, or that is converted already."""
     must = f"the model must be {_title(values)}, as it was before its conversion, but"
     if dynorm_layers(model):
@@ -150,7 +150,7 @@ def _require_base(model: nn.Module, fingerprint: dict[str, Any], values: dict[st
         )
 
 
-def _load_base(values: dict[str, Any], where: str) -> nn.Module:
+def _load_base(values: JsonObject, where: str) -> nn.Module:
     """Load the base model by its name."""
     kind = values.get("model_class")
     cls = None

@@ -40,6 +40,7 @@ from dynorm.report.conversion import compare
 from dynorm.report.cost import costs
 from dynorm.report.records import Continuation
 from dynorm.site import as_globs
+from dynorm.table import JsonObject
 from dynorm.train.distill import FEW, distill_
 
 Paths = Sequence[str | Path]
@@ -162,7 +163,7 @@ class Job:
     # The number of witnesses is the default for the kind of model, not the user's.
     has_default_witnesses: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
-    details: dict[str, Any] = field(default_factory=dict)
+    details: JsonObject = field(default_factory=dict)
 
     @property
     def layers(self) -> Recipe:
@@ -182,7 +183,7 @@ class Job:
         return self.inputs.batches(samples, size or self.recipe.batch, seed)
 
     @property
-    def meta(self) -> dict[str, Any]:
+    def meta(self) -> JsonObject:
         """The part of a report about the job: the model, its samples, versions of libraries."""
         meta: dict[str, object] = {"model": self.name, **self.inputs.facts}
         meta[f"{self.inputs.noun}_held_out"] = len(self.inputs.held_out)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dynorm.family import FAMILY
 from dynorm.files import write_text
@@ -17,7 +17,7 @@ from dynorm.report.output import OutputReport
 from dynorm.report.rendering import digits, rendered, table_html, wins
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
-from dynorm.table import WIDTH, NotTheModel, Table, plain
+from dynorm.table import WIDTH, JsonObject, NotTheModel, Table, plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class MeasuredSite:
     sizes: TokenSizes = field(repr=False)
     picture: Picture = field(repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the row as plain values, without the sampled points."""
         return asdict(self, dict_factory=_without_points)
 
@@ -75,9 +75,9 @@ class Report(NotTheModel):
     sites: Sequence[MeasuredSite]
     batches: int
     unreached: list[str] = field(default_factory=list)
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: JsonObject = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the report as plain values for JSON, without the sampled points; None for NaN."""
         values = asdict(self) | {"sites": [site.to_dict() for site in self.sites]}
         return {name: plain(value) for name, value in values.items()}
@@ -178,7 +178,7 @@ class SiteReport(MeasuredSite):
     sums: tuple[list[float], list[float]] = field(repr=False)
     fit: CoreFit = field(repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the row as plain values, with the picture's bars but without sampled points."""
         return super().to_dict() | {"bins": [asdict(interval) for interval in self.picture.bins]}
 
@@ -242,7 +242,7 @@ class ModelReport(Report):
     def falls(self) -> list[str]:
         """Return a sentence for each stage that is kept although the held-out figure got worse."""
         sentences = []
-        before: dict[str, Any] = {}
+        before: JsonObject = {}
         for name, title in _STAGES.items():
             stage = self.meta.get("stages", {}).get(name, {})
             after = stage.get("output", {})
@@ -323,7 +323,7 @@ class InspectedSite(MeasuredSite):
         """Return whether DyISRU's residual on outliers is below DyT's, as the paper claims."""
         return self.outliers.residuals["dyisru"] < self.outliers.residuals["dyt"]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the row as plain values, without the sampled points."""
         return super().to_dict() | {"alpha": self.alpha, "beta": self.beta, "holds": self.holds}
 
@@ -346,7 +346,7 @@ class InspectionReport(Report):
     sites: list[InspectedSite]
     refused: dict[str, str] = field(default_factory=dict)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         """Return at how many sites the paper's claim holds, and by how much."""
         ratios = [site.ratio for site in self.sites]
         core = [site.core.errors for site in self.sites]
@@ -364,7 +364,7 @@ class InspectionReport(Report):
             "massive": [site.path for site in self.sites if site.sizes.massive],
         }
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the report as plain values for JSON, without the sampled points."""
         return super().to_dict() | {"summary": plain(self.summary())}
 
