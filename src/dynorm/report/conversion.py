@@ -247,8 +247,6 @@ class _SumFit:
 
     def error(self) -> float:
         """Return the error with the best factor, between 0 and 1."""
-        if not self._squares:
-            return 1.0
         return 1 - self._ratios * self._ratios / (self._squares * self._weights)
 
 
