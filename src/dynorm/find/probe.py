@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves
 
-from dynorm.batches import call_hint, copied_tensors, example_arguments, site_tokens
+from dynorm.batches import Inputs, call_hint, copied_tensors, example_arguments, site_tokens
 from dynorm.dtypes import DtypeRule
 from dynorm.errors import DataError
 from dynorm.find.recover import (
@@ -291,9 +291,9 @@ def find_norms(
         3 rmsnorm -1 (8,) 1e-06
     """
     require_plain_model(model)
-    args, kwargs = copied_tensors(example_arguments(model, args, kwargs))
-    with undisturbed(model, (args, kwargs)) as put_back:
-        search = NormSearch(model, args, kwargs)
+    example = copied_tensors(example_arguments(model, args, kwargs))
+    with undisturbed(model, example) as put_back:
+        search = NormSearch(model, example)
         put_back()
         return search.norms()
 
@@ -301,16 +301,14 @@ def find_norms(
 class NormSearch:
     """The search for the norms of a plain model: one run of it, in which its modules are watched.
 
-    The caller undoes all changes of the model, and passes arguments that the run may write into.
+    The caller undoes all changes of the model, and passes an example that the run may write into.
     Layers of dynorm and parametrizations of weights, and the modules inside them, are left out.
 
     Raises:
         DataError: the model raises on this input.
     """
 
-    def __init__(
-        self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
+    def __init__(self, model: nn.Module, example: Inputs) -> None:
         left_out: set[int] = set()
         for module in model.modules():
             if getattr(module, "_dynorm_layer", False) or isinstance(module, ParametrizationList):
@@ -327,14 +325,14 @@ class NormSearch:
         self._known: dict[Hashable, NormSite | NotANormError] = {}
         self._outputs: dict[int, int] = {}
         try:
-            self._watch(model, args, kwargs)
+            self._watch(model, example)
         except Exception as error:
             raise DataError(
                 "the model could not be run on the example, which must fit its forward: "
-                f"it raised {type(error).__name__}: {error}{call_hint(args)}"
+                f"it raised {type(error).__name__}: {error}{call_hint(example[0])}"
             ) from error
 
-    def _watch(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _watch(self, model: nn.Module, example: Inputs) -> None:
         """Run the model with hooks that record all calls."""
         running = _CallStack(self._observations)
 
@@ -356,6 +354,7 @@ class NormSearch:
                 hooks.enter_context(module.register_forward_pre_hook(running.enter))
                 # Always, because a parent may catch an exception of its child and continue.
                 hooks.enter_context(module.register_forward_hook(running.leave, always_call=True))
+            args, kwargs = example
             model(*args, **kwargs)
 
     def norms(self) -> list[NormSite]:

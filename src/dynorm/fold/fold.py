@@ -123,7 +123,7 @@ def fold_(
     squares = None
     modules = dict(model.named_modules())
     with undisturbed(model, example, attributes=True) as put_back:
-        search = NormSearch(model, *copied(example))
+        search = NormSearch(model, copied(example))
         # A trial or a trace must not start from tensors that a run kept on a module.
         put_back()
         sites = site_folds(search.norms(), modules, only, skip)

@@ -18,6 +18,7 @@ from dynorm.report.records import InspectedSite, InspectionReport
 from dynorm.report.sizes import LargeToken
 from dynorm.report.stats import (
     FUNCTIONS,
+    LogSums,
     OutlierFit,
     Reservoir,
     SiteStats,
@@ -177,10 +178,8 @@ class Outliers:
         self.site = site
         self._fitted = Reservoir(_KEPT, seed)
         self._held_out = Reservoir(_KEPT, seed + 1)
-        # Sums of the logarithm of the constant that each held-out outlier would need.
-        self._count = 0
-        self._log_sum = 0.0
-        self._log_square_sum = 0.0
+        # Of the constant that each held-out outlier would need.
+        self._log_betas = LogSums()
         # The largest distance of DyISRU with these constants from the norm.
         self._exact = 0.0
 
@@ -188,10 +187,7 @@ class Outliers:
         """Add tokens (tokens, C); the functions are fitted on the first ``fitted`` of them."""
         self._add(self._fitted, x[:fitted])
         beta = self._add(self._held_out, x[fitted:])
-        log_beta = beta.clamp_min(torch.finfo(beta.dtype).tiny).log()
-        self._count += len(log_beta)
-        self._log_sum += float(log_beta.sum())
-        self._log_square_sum += float(log_beta.square().sum())
+        self._log_betas.add(beta.clamp_min(torch.finfo(beta.dtype).tiny).log())
 
     def fit(self, scale: float, center: float) -> OutlierFit:
         """Fit each function by least squares and measure it; both on all if one half has none.
@@ -201,25 +197,19 @@ class Outliers:
         """
         fitted = self._fitted or self._held_out
         held_out = self._held_out or self._fitted
-        x, y = torch.tensor(fitted.points(), dtype=torch.float64, device="cpu")
+        x, y = fitted.tensors()
         # A line through the centre, with slope scale / sqrt(beta), through the typical outlier.
         inverse_slopes = (x - center).square() / y.square().clamp_min(1e-12)
         start = float(inverse_slopes.median().clamp_min(1e-12)) * scale**2
         fit = core_fit(fitted, held_out, center, scale, start)
-        x, y = torch.tensor(held_out.points(), dtype=torch.float64, device="cpu")
-        residuals = {}
-        for name, function in FUNCTIONS.items():
-            beta = torch.tensor(fit.betas[name], dtype=torch.float64, device="cpu")
-            residuals[name] = float((function(x, beta, center, scale) - y).abs().mean())
-        count = max(self._count, 1)
-        log_mean = self._log_sum / count
-        log_variance = max(self._log_square_sum / count - log_mean * log_mean, 0.0)
+        x, y = held_out.tensors()
+        residuals = {name: float((fit.curve(name, x) - y).abs().mean()) for name in FUNCTIONS}
         step = max(1, len(x) // _DRAWN)
         return OutlierFit(
             fit=fit,
             residuals=residuals,
-            beta=math.exp(log_mean),
-            beta_spread=math.sqrt(log_variance),
+            beta=math.exp(self._log_betas.mean()),
+            beta_spread=self._log_betas.deviation(),
             exact=self._exact,
             points=(x[::step].tolist(), y[::step].tolist()),
         )
