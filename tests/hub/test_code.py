@@ -63,7 +63,7 @@ def folded() -> Any:
             layer.weight.uniform_(0.5, 2.0)
     dynorm.fold_(model, tokens(), untie=True)
     # As a fold of LayerNorms with add_bias=True does.
-    give_bias_(model, "model.layers.0.mlp.up_proj")
+    give_bias_(dict(model.named_modules()), "model.layers.0.mlp.up_proj")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.bias.uniform_(-1.0, 1.0)
     assert added_biases(model)

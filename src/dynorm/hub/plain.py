@@ -57,9 +57,9 @@ def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
             trained = not replaced or any(parameter.requires_grad for parameter in replaced)
             after[spec.paths[0]].requires_grad_(trained)
         for path in biases:
-            give_bias_(inside, without_wrappers(path))
+            give_bias_(after, without_wrappers(path))
         for name in untied:
-            untie_(inside, without_wrappers(name))
+            untie_(after, without_wrappers(name))
         _require_same_tensors(inside, tensors, folder)
     _fill_(inside, tensors)
     return model.eval()

@@ -179,8 +179,9 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
                 casts += [(place, dtypes) for place in _places(model, [], [path])]
             for path, dtypes in casts:
                 _cast_(model.get_submodule(path), dtypes)
+        modules = plain_modules(model, remove_duplicate=False)
         for path in _places(model, config.biases, config.biases_outside):
-            give_bias_(model, path)
+            give_bias_(modules, path)
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         _stand_in_(model)
         tied = model.all_tied_weights_keys | aliases_of(model, specs)

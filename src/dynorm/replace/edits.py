@@ -38,9 +38,9 @@ def is_changed(model: nn.Module) -> bool:
     return bool(untied(model)) and not hasattr(model, "save_pretrained")
 
 
-def give_bias_(model: nn.Module, path: str) -> None:
+def give_bias_(modules: Mapping[str, nn.Module], path: str) -> None:
     """Give the linear layer at a path a bias that a state dict can fill, unless it has one."""
-    module = plain_modules(model, remove_duplicate=False).get(path)
+    module = modules.get(path)
     if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
         raise ModelError(
             f"the model must have a linear layer at {path!r}, to which the saved model added a bias"
@@ -51,10 +51,10 @@ def give_bias_(model: nn.Module, path: str) -> None:
     module.__dict__[ADDED_BIAS] = True
 
 
-def untie_(model: nn.Module, name: str) -> None:
+def untie_(modules: Mapping[str, nn.Module], name: str) -> None:
     """Give the parameter of a name a tensor that it does not share."""
     path, _, leaf = name.rpartition(".")
-    module = plain_modules(model, remove_duplicate=False).get(path)
+    module = modules.get(path)
     tensor = None if module is None else module._parameters.get(leaf)
     if module is None or tensor is None:
         raise ModelError(f"the model must have a parameter {name!r}, as the saved one has")
