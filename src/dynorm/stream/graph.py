@@ -81,6 +81,11 @@ class Slot:
 
     def __post_init__(self) -> None:
         """Find all uses of it, and let its placeholders know it."""
+        # Whether the state dict has it, as floating-point numbers.
+        self.is_saved = self.tensor.is_floating_point()
+        for owner in self.owners:
+            if owner.name in owner.module._non_persistent_buffers_set:
+                self.is_saved = False
         self.leaves: set[Leaf] = set()
         for node in self.nodes:
             self.leaves |= leaves(node)
@@ -90,14 +95,6 @@ class Slot:
     def name(self) -> str:
         """Return the first name in the model."""
         return str(self.owners[0])
-
-    @property
-    def is_saved(self) -> bool:
-        """Return whether the state dict has it, as floating-point numbers."""
-        for owner in self.owners:
-            if owner.name in owner.module._non_persistent_buffers_set:
-                return False
-        return self.tensor.is_floating_point()
 
     def double(self) -> Tensor:
         """Return a copy in float64, in which all new values are computed."""

@@ -2,8 +2,10 @@
 
 import copy
 import enum
+import functools
 import re
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Set, ValuesView
 from typing import TypeVar
@@ -93,6 +95,10 @@ def _parts(value: object) -> list[object] | None:
         return [cells, value.__defaults__, value.__kwdefaults__, vars(value)]
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords, vars(value)]
+    if isinstance(value, weakref.ref):
+        return [value()]
     parts: list[object] = []
     if isinstance(value, Mapping):
         parts += value.values()
