@@ -19,7 +19,7 @@ from dynorm.fold.rows import row_of
 from dynorm.fold.site import site_folds
 from dynorm.guard import undisturbed
 from dynorm.replace.convert import Globs
-from dynorm.replace.edits import added_biases, is_changed, untied
+from dynorm.replace.edits import edits_of, is_changed
 from dynorm.replace.weights import exact_edit
 from dynorm.stream.capture import Graph
 from dynorm.stream.tensors import copied
@@ -156,10 +156,11 @@ def fold_(
                 f"{type(error).__name__} was raised: {error}; everything was put back. Its code may "
                 "use tensors that a norm or a layer holds: only= and skip= help to find which"
             ) from error
+    edits = edits_of(model)
     return FoldReport(
         [row_of(fold, options) for fold in plan.folds],
-        added_biases(model),
-        untied(model),
+        edits.biases,
+        edits.untied,
         loads_with="dynorm" if is_changed(model) else "stock",
         **checked,
     )

@@ -16,7 +16,7 @@ from dynorm.errors import ArgumentError, ModelError, StorageError, listed
 from dynorm.family import LAYERS, NAMES
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import dynorm_layers
-from dynorm.replace.edits import added_biases, is_changed, untied
+from dynorm.replace.edits import edits_of, is_changed
 from dynorm.replace.specs import LayerSpec, specs_of
 from dynorm.table import JsonObject
 from dynorm.wrappers import plain_modules
@@ -39,7 +39,8 @@ class Contents:
 def contents_of(model: nn.Module) -> Contents:
     """Return the contents of a model to save; ModelError if a load could not build it again."""
     changed = is_changed(model)
-    changes = Contents(biases=added_biases(model), untied=untied(model), layers=specs_of(model))
+    edits = edits_of(model)
+    changes = Contents(specs_of(model), edits.biases, edits.untied)
     layers = dynorm_layers(model)
     if not (layers or changed):
         raise ModelError(
