@@ -137,7 +137,7 @@ def whole_way(to: str, witnesses: int, folder: Path, under: Any) -> dict[str, An
     """Return all that a model is on its way from find_norms to a loaded folder, in order."""
     torch.manual_seed(0)
     model, empty = Small().eval(), Small()
-    x, held_out = torch.randn(2, 24, 16), torch.randn(2, 24, 16)
+    x, held_out = torch.randn(2, 24, 16), torch.randn(8, 24, 16)
     found: dict[str, Any] = {}
     with under:
         sites = dynorm.find_norms(model, x)
@@ -147,8 +147,8 @@ def whole_way(to: str, witnesses: int, folder: Path, under: Any) -> dict[str, An
         dynorm.convert_(model, sites, to=to, witnesses=witnesses)  # type: ignore[arg-type]
         found["calibrated"] = dynorm.calibrate_(model, [x, held_out]).to_dict()
         found["refined"] = dynorm.refine_(model, [x, held_out], steps=2).to_dict()
-        # Fewer points than values: some are drawn.
-        measured = dynorm.measure(model, [held_out], seed=1, points=50)
+        # More values than points of a picture: some are drawn.
+        measured = dynorm.measure(model, [held_out], seed=1)
         found["measured"] = measured.to_dict()
         measured.to_html(folder.with_suffix(".html"))
         found["page"] = folder.with_suffix(".html").read_text()

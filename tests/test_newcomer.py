@@ -40,14 +40,14 @@ def test_every_report_prints_itself_as_text() -> None:
 
 def test_a_distillation_prints_its_course_and_not_its_curve() -> None:
     curve = [(step, -0.4) for step in range(100)]
-    report = DistillationReport(1200, 9e-4, 61.4, 160, -0.5, -0.431, -0.489, losses=curve)
+    report = DistillationReport(1200, 9e-4, 61.4, 160, -0.431, -0.489, losses=curve)
     assert str(report) == (
         "1,200 steps of distillation in 61 s, at a rate of 0.0009: loss -0.431 -> -0.489"
     )
-    back = DistillationReport(2, 1e-3, 1.0, 8, None, 0.1, 0.2, kept=False, resumed=7)
+    back = DistillationReport(2, 1e-3, 1.0, 8, 0.1, 0.2, kept=False, resumed=7)
     assert "are put back" in str(back)
     assert "resumed at step 7" in str(back)
-    annealed = DistillationReport(2, 1e-3, 1.0, 8, None, interrupted=True)
+    annealed = DistillationReport(2, 1e-3, 1.0, 8, interrupted=True)
     assert "loss" not in str(annealed)
     assert "Ctrl-C" in str(annealed)
 

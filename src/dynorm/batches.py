@@ -160,7 +160,7 @@ def example_arguments(
     return batch_args, batch_kwargs
 
 
-def copied_tensors(value: Any) -> Any:
+def copied_tensors(value: Item) -> Item:
     """Return the value with a copy of each tensor in it, so that a model can write into them.
 
     Lists, tuples, dicts and other containers known to torch are copied too. Other objects, such as
@@ -182,7 +182,8 @@ def copied_tensors(value: Any) -> Any:
             copies[id(leaf)] = new
         return copies[id(leaf)]
 
-    return tree_map(copied, value)
+    with_copies: Item = tree_map(copied, value)
+    return with_copies
 
 
 def token_masks(batch: Batch) -> list[Tensor]:

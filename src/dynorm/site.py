@@ -1,6 +1,6 @@
 """Sites: the norms of a model, and the selection of some of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -86,9 +86,8 @@ def select_sites(
     sites: Sequence[NormSite],
     only: str | Iterable[str] | None = None,
     skip: str | Iterable[str] | None = None,
-    filter_fn: Callable[[NormSite], bool] | None = None,
 ) -> list[NormSite]:
-    """Return the sites that match `only`, do not match `skip` and pass `filter_fn`, in their order.
+    """Return the sites that match `only` and do not match `skip`, in their order.
 
     A glob is compared with every path of a site, aliases too; `*` also spans dots. A refused site
     is selected like the others and stays refused, so that a report can name it. A glob that matches
@@ -96,19 +95,12 @@ def select_sites(
     """
     only_globs = as_globs(only)
     skip_globs = as_globs(skip)
-    if not (filter_fn is None or callable(filter_fn)):
-        raise ArgumentError(
-            f"filter_fn must be a function of a NormSite, or None, got {filter_fn!r}"
-        )
-
     require_matches(sites, only_globs + skip_globs)
     selected = []
     for site in sites:
         if only is not None and not site.matches(only_globs):
             continue
-        if site.matches(skip_globs):
-            continue
-        if filter_fn is None or filter_fn(site):
+        if not site.matches(skip_globs):
             selected.append(site)
     return selected
 

@@ -9,6 +9,8 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+JsonObject = dict[str, Any]
+"""An object of JSON: plain values by name."""
 WIDTH = 80
 # Replacements for signs that a console without UTF-8 cannot print.
 _ASCII = str.maketrans(
@@ -179,7 +181,7 @@ class NotTheModel:
 class PlainRecord:
     """A dataclass that converts itself to plain values."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the fields as plain values for JSON."""
         values: dict[str, object] = plain(asdict(cast("Any", self)))
         return values

@@ -1247,7 +1247,6 @@ SITES = [
         ({"only": ["head", "tied.*"]}, ["layers.0.norm", "head"]),
         ({"skip": "*.norm"}, ["head"]),
         ({"only": "layers.*", "skip": ["*.1.*"]}, ["layers.0.norm"]),
-        ({"filter_fn": lambda site: site.path == "head"}, ["head"]),
         ({"only": []}, []),
     ],
 )

@@ -18,7 +18,7 @@ from dynorm.errors import ModelError, StorageError
 from dynorm.hub import modeling_dynorm, save
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.converted import LAYER_NAMES, dynorm_layers
-from dynorm.replace.edits import added_biases, give_bias_, untied
+from dynorm.replace.edits import edits_of, give_bias_
 from tests.hub.folders import fresh
 from tests.hub.models import bert, convert, converted, gpt2, tokens, witnessed
 
@@ -64,11 +64,11 @@ def folded() -> Any:
             layer.weight.uniform_(0.5, 2.0)
     dynorm.fold_(model, tokens(), untie=True)
     # As a fold of LayerNorms with add_bias=True does.
-    give_bias_(model, "model.layers.0.mlp.up_proj")
+    give_bias_(dict(model.named_modules()), "model.layers.0.mlp.up_proj")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.bias.uniform_(-1.0, 1.0)
-    assert added_biases(model)
-    assert untied(model)
+    assert edits_of(model).biases
+    assert edits_of(model).untied
     return model
 
 

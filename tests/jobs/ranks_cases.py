@@ -86,7 +86,7 @@ def calibrated(ranks: int | None = None) -> nn.Module:
 
 def distilled(model: nn.Module, data: Any, **options: Any) -> dict[str, Any]:
     report = dynorm.distill_(model, data, lr=1e-3, quiet=True, **{"steps": STEPS, **options})
-    losses = [report.loss_before, report.loss_after, report.last_loss]
+    losses = [report.loss_before, report.loss_after, report.losses[-1][1]]
     return {
         "losses": losses,
         "samples": report.samples,

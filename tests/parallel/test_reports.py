@@ -25,7 +25,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 def figures(report: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Tokens, errors and sizes of each site, as JSON has them."""
-    names = ("path", "tokens", "outlier", "sizes", "error_dyisru", "error_now", "explained")
+    names = ("path", "tokens", "outlier", "sizes", "fit", "error_now", "explained")
     found = [
         {name: site[name] for name in names if name in site}
         for sites in report.values()
@@ -40,6 +40,8 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         sizes, sizes_of_other = site.pop("sizes"), other.pop("sizes")
         assert sizes["channels"] == sizes_of_other["channels"]
         same(sizes["explained"], sizes_of_other["explained"], rel=1e-9, abs=1e-9)
+        if "fit" in site:
+            same(site.pop("fit")["errors"], other.pop("fit")["errors"], rel=1e-9)
         same(site, other, rel=1e-9)
 
 

@@ -229,10 +229,6 @@ class TestErrors:
             with pytest.raises(dynorm.DynormError):
                 dynorm.inspect_norms(toy(), batches)
 
-    def test_points(self) -> None:
-        with pytest.raises(dynorm.errors.ArgumentError, match="points"):
-            dynorm.inspect_norms(toy(), toy_batches(), points=0)
-
     def test_what_is_not_finite(self) -> None:
         model, batches = toy(), toy_batches()
         sites = dynorm.find_norms(model, batches[0])

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves
 
-from dynorm.batches import call_hint, copied_tensors, example_arguments, site_tokens
+from dynorm.batches import Inputs, call_hint, copied_tensors, example_arguments, site_tokens
 from dynorm.dtypes import DtypeRule
 from dynorm.errors import DataError
 from dynorm.find.recover import (
@@ -222,54 +222,6 @@ class _NormFunctions(FunctionMode):
         return super().call(func, args, kwargs)
 
 
-def observe(
-    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[list[Observation], list[Observation]]:
-    """Run the model once and watch its modules; return all of them, and the called ones.
-
-    The called ones come in the order in which they returned. DataError is raised if the model
-    raises on this input. The caller undoes all changes of the model. Layers of dynorm and parametrizations of weights,
-    and the modules inside them, are left out.
-    """
-    left_out: set[int] = set()
-    for module in model.modules():
-        if getattr(module, "_dynorm_layer", False) or isinstance(module, ParametrizationList):
-            left_out.update(id(part) for part in module.modules())
-    observations: dict[int, Observation] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if id(module) not in left_out:
-            observations.setdefault(id(module), Observation(module, [])).paths.append(path)
-    called: dict[int, Observation] = {}
-    running = _CallStack(observations)
-
-    def hook(
-        module: nn.Module,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-        output: Any,
-    ) -> None:
-        seen = observations[id(module)]
-        seen.record(args, kwargs, output, running.current_input())
-        if seen.calls:
-            called.setdefault(id(module), seen)
-
-    try:
-        with _NormFunctions(running), ExitStack() as hooks:
-            for seen in observations.values():
-                hooks.enter_context(seen.module.register_forward_hook(hook, with_kwargs=True))
-            for module in model.modules():
-                hooks.enter_context(module.register_forward_pre_hook(running.enter))
-                # Always, because a parent may catch an exception of its child and continue.
-                hooks.enter_context(module.register_forward_hook(running.leave, always_call=True))
-            model(*args, **kwargs)
-    except Exception as error:
-        raise DataError(
-            "the model could not be run on the example, which must fit its forward: "
-            f"it raised {type(error).__name__}: {error}{call_hint(args)}"
-        ) from error
-    return list(observations.values()), list(called.values())
-
-
 _OTHER_NORMS: tuple[tuple[type[nn.Module], str, str], ...] = (
     (
         nn.modules.batchnorm._BatchNorm,
@@ -339,51 +291,98 @@ def find_norms(
         3 rmsnorm -1 (8,) 1e-06
     """
     require_plain_model(model)
-    args, kwargs = copied_tensors(example_arguments(model, args, kwargs))
-    return norms_in(model, args, kwargs)
-
-
-def norms_in(
-    model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-) -> list[NormSite]:
-    """Find the norms of a plain model as :func:`find_norms` does; a run may write into the arguments."""
-    search = _Search()
-    with undisturbed(model, (args, kwargs)) as put_back:
-        observations, called = observe(model, args, kwargs)
+    example = copied_tensors(example_arguments(model, args, kwargs))
+    with undisturbed(model, example) as put_back:
+        search = NormSearch(model, example)
         put_back()
-        with plain_arithmetic():
-            for seen in called:
-                search.consider(seen)
-    search.add_uncalled(observations)
-    search.add_functions(observations)
-    return [replace(site, order=order) for order, site in enumerate(search.sites.values())]
+        return search.norms()
 
 
-class _Search:
-    """The sites of the modules considered until now, by the id of the module."""
+class NormSearch:
+    """The search for the norms of a plain model: one run of it, in which its modules are watched.
 
-    def __init__(self) -> None:
-        self.sites: dict[int, NormSite] = {}
+    The caller undoes all changes of the model, and passes an example that the run may write into.
+    Layers of dynorm and parametrizations of weights, and the modules inside them, are left out.
+
+    Raises:
+        DataError: the model raises on this input.
+    """
+
+    def __init__(self, model: nn.Module, example: Inputs) -> None:
+        left_out: set[int] = set()
+        for module in model.modules():
+            if getattr(module, "_dynorm_layer", False) or isinstance(module, ParametrizationList):
+                left_out.update(id(part) for part in module.modules())
+        self._observations: dict[int, Observation] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            if id(module) not in left_out:
+                seen = self._observations.setdefault(id(module), Observation(module, []))
+                seen.paths.append(path)
+        # In the order in which they returned.
+        self._called: dict[int, Observation] = {}
+        # Of the modules that were considered until now, by the id of the module.
+        self._sites: dict[int, NormSite] = {}
         self._known: dict[Hashable, NormSite | NotANormError] = {}
         self._outputs: dict[int, int] = {}
+        try:
+            self._watch(model, example)
+        except Exception as error:
+            raise DataError(
+                "the model could not be run on the example, which must fit its forward: "
+                f"it raised {type(error).__name__}: {error}{call_hint(example[0])}"
+            ) from error
 
-    def consider(self, seen: Observation) -> None:
+    def _watch(self, model: nn.Module, example: Inputs) -> None:
+        """Run the model with hooks that record all calls."""
+        running = _CallStack(self._observations)
+
+        def record(
+            module: nn.Module,
+            inputs: tuple[object, ...],
+            named_inputs: dict[str, object],
+            output: object,
+        ) -> None:
+            seen = self._observations[id(module)]
+            seen.record(inputs, named_inputs, output, running.current_input())
+            if seen.calls:
+                self._called.setdefault(id(module), seen)
+
+        with _NormFunctions(running), ExitStack() as hooks:
+            for seen in self._observations.values():
+                hooks.enter_context(seen.module.register_forward_hook(record, with_kwargs=True))
+            for module in model.modules():
+                hooks.enter_context(module.register_forward_pre_hook(running.enter))
+                # Always, because a parent may catch an exception of its child and continue.
+                hooks.enter_context(module.register_forward_hook(running.leave, always_call=True))
+            args, kwargs = example
+            model(*args, **kwargs)
+
+    def norms(self) -> list[NormSite]:
+        """Return the norms in the order of their calls, then those that were never called."""
+        with plain_arithmetic():
+            for seen in self._called.values():
+                self._consider(seen)
+        self._add_uncalled()
+        self._add_functions()
+        return [replace(site, order=order) for order, site in enumerate(self._sites.values())]
+
+    def _consider(self, seen: Observation) -> None:
         """Add the site of a module, unless a module inside is the norm.
 
         Inner modules return first, so they are considered before the modules around them.
         """
-        parts = [part for part in seen.module.modules() if id(part) in self.sites]
+        parts = [part for part in seen.module.modules() if id(part) in self._sites]
         # A part settles the matter if it is a norm, of this or another family.
         norms = []
         for part in parts:
-            is_replaceable = self.sites[id(part)].refused is None
+            is_replaceable = self._sites[id(part)].refused is None
             if is_replaceable or _family(part, by_class=True) is not None:
                 norms.append(part)
         if len(norms) == 1 and seen.problem == ANOTHER_TENSOR and _is_named_norm(seen.module):
             inner = id(norms[0])
             # It modulates the norm inside, unless it only passes the norm's output on.
             if seen.output_at == 0 or seen.output_at != self._outputs.get(inner):
-                path = self.sites[inner].path
+                path = self._sites[inner].path
                 self._refuse(seen, f"{ANOTHER_TENSOR}; the norm inside is at {path!r}")
         # An annealed layer of dynorm is a norm at first, and so would be its parent.
         if norms or any(getattr(part, "_dynorm_layer", False) for part in seen.module.modules()):
@@ -392,15 +391,15 @@ class _Search:
         if site is None or (site.refused is not None and parts):
             return
         for part in parts:
-            del self.sites[id(part)]
-        self.sites[id(seen.module)] = site
+            del self._sites[id(part)]
+        self._sites[id(seen.module)] = site
         self._outputs[id(seen.module)] = seen.output_at
 
-    def add_uncalled(self, observations: list[Observation]) -> None:
+    def _add_uncalled(self) -> None:
         """Add the modules named norms that the run did not reach, only the innermost of them."""
-        ids = self._covered(observations)
+        ids = self._covered()
         uncalled = []
-        for seen in observations:
+        for seen in self._observations.values():
             if not seen.calls and id(seen.module) not in ids and _is_named_norm(seen.module):
                 uncalled.append(seen)
         ids.update(id(seen.module) for seen in uncalled)
@@ -414,10 +413,10 @@ class _Search:
             reason += "; give an example that reaches it, if anything does"
             self._refuse(seen, _family(seen.module, by_class=True) or reason)
 
-    def add_functions(self, observations: list[Observation]) -> None:
+    def _add_functions(self) -> None:
         """Add the modules that call a norm as a function: they hold no module to replace."""
-        covered = self._covered(observations)
-        for seen in observations:
+        covered = self._covered()
+        for seen in self._observations.values():
             if seen.functions and id(seen.module) not in covered:
                 names = " and ".join(sorted(set(seen.functions)))
                 count = len(seen.functions)
@@ -428,16 +427,16 @@ class _Search:
                     "have it replaced",
                 )
 
-    def _covered(self, observations: list[Observation]) -> set[int]:
+    def _covered(self) -> set[int]:
         """Return the ids of the modules that have a site, and of all modules inside them."""
         ids: set[int] = set()
-        for seen in observations:
-            if id(seen.module) in self.sites:
+        for seen in self._observations.values():
+            if id(seen.module) in self._sites:
                 ids.update(id(part) for part in seen.module.modules())
         return ids
 
     def _refuse(self, seen: Observation, reason: str) -> None:
-        self.sites[id(seen.module)] = _placed(NormSite("", refused=reason), seen)
+        self._sites[id(seen.module)] = _placed(NormSite("", refused=reason), seen)
 
     def _site_of(self, seen: Observation) -> NormSite | None:
         """Return the site of a called module; None if it neither is a norm nor is named one."""

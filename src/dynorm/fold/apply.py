@@ -13,7 +13,7 @@ from dynorm.fold.site import SiteFold
 from dynorm.guard import edited_parts, unchanged_on_error
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import identity
-from dynorm.replace.edits import ADDED_BIAS, parameter_like, untied, write_values_
+from dynorm.replace.edits import ADDED_BIAS, edits_of, parameter_like, write_values_
 from dynorm.replace.specs import LayerSpec
 from dynorm.replace.swap import swap_, take_over_
 from dynorm.stream.graph import double
@@ -35,7 +35,7 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
     with unchanged_on_error(edited_parts(model), tensors):
         _write_values_(plan, modules)
         _neutralize_(modules)
-        if is_tied and untied(model):
+        if is_tied and edits_of(model).untied:
             _note_untied_(config)
         swap_(model, _replacements(modules))
         yield

@@ -193,7 +193,8 @@ class Check:
             for tensor in (*args, *kwargs.values()):
                 if isinstance(tensor, Tensor) and _is_plain(tensor):
                     outputs.append(tensor.nan_to_num())
-        return [_dense_double(tensor) for tensor in outputs if _has_fractions(tensor)]
+        fractions = [t for t in outputs if t.is_floating_point() or t.is_complex()]
+        return [_dense_double(tensor) for tensor in fractions]
 
 
 def _narrowest_dtype(model: nn.Module) -> torch.dtype:
@@ -209,10 +210,6 @@ def _narrowest_dtype(model: nn.Module) -> torch.dtype:
 
 def _float(tensor: Tensor) -> Tensor:
     return tensor.detach().float() if tensor.dtype in _HALVES else tensor
-
-
-def _has_fractions(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_plain(tensor: Tensor) -> bool:

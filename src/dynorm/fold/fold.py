@@ -8,6 +8,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from dynorm.arguments import check_not_negative
 from dynorm.batches import example_arguments
 from dynorm.errors import DynormError, ModelError
+from dynorm.find.probe import NormSearch
 from dynorm.fold.apply import applied
 from dynorm.fold.check import Check, run
 from dynorm.fold.plan import Options, planned
@@ -18,9 +19,9 @@ from dynorm.fold.rows import row_of
 from dynorm.fold.site import site_folds
 from dynorm.guard import undisturbed
 from dynorm.replace.convert import Globs
-from dynorm.replace.edits import added_biases, is_changed, untied
-from dynorm.replace.weights import changed_weights, renew_weights_
-from dynorm.stream.survey import survey
+from dynorm.replace.edits import edits_of, is_changed
+from dynorm.replace.weights import exact_edit
+from dynorm.stream.capture import Graph
 from dynorm.stream.tensors import copied
 
 
@@ -30,7 +31,6 @@ def fold_(
     affine: bool = True,
     center: bool = True,
     center_readers: bool = False,
-    constants: bool = True,
     redundant: float = 0.0,
     add_bias: bool = False,
     untie: bool = False,
@@ -79,7 +79,6 @@ def fold_(
         center: fold means.
         center_readers: let the readers of a LayerNorm subtract its mean, if its weight and bias are
             folded and its mean is not.
-        constants: fold the scales and centres of point-wise layers.
         redundant: the largest relative change to allow when a norm is removed because it feeds only
             norms. It bounds the change of these norms' outputs, for tokens as large as the
             example's, and the model's change too if ``tolerance`` is None. At 0 none is removed.
@@ -124,35 +123,36 @@ def fold_(
     require_model(model)
     in_place = any(isinstance(m, _DropoutNd) and m.inplace for m in model.modules())
     args, kwargs = example_arguments(model, args, kwargs)
-    options = Options(affine, center, center_readers, constants, redundant, add_bias, in_place)
+    options = Options(affine, center, center_readers, redundant, add_bias, in_place)
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
     squares = None
+    modules = dict(model.named_modules())
     with undisturbed(model, example, attributes=True) as put_back:
-        sites = site_folds(model, copied(example), only, skip)
-        if redundant and affine:
-            put_back()
-            squares = mean_squares(model, sites, copied(example))
-        # The trace must not start from tensors that a run kept on a module.
+        search = NormSearch(model, copied(example))
+        # A trial or a trace must not start from tensors that a run kept on a module.
         put_back()
+        sites = site_folds(search.norms(), modules, only, skip)
+        if redundant and affine:
+            run_args, run_kwargs = copied(example)
+            with mean_squares(sites, modules) as squares:
+                model(*run_args, **run_kwargs)
+            put_back()
         # A norm that cannot be folded is traced as it is.
-        norms = {index: fold.site for index, fold in enumerate(sites) if fold.refused is None}
-        graph, around = survey(model, norms, example, untie)
-    plan = planned(graph.slots, around, sites, options, squares)
+        norms = {i: modules[fold.path] for i, fold in enumerate(sites) if fold.refused is None}
+        graph = Graph(model, norms, example, untie)
+    plan = planned(graph, sites, options, squares)
     checked: dict[str, Any] = {}
     if plan.changes_anything:
-        was_changed = bool(changed_weights(model))
         try:
             before = Check(model, example, tolerance) if check else None
             if before is not None and tolerance is None and plan.is_inexact:
                 before.tolerance = max(before.tolerance, redundant)
-            with applied(model, plan):
+            with exact_edit(model), applied(model, plan):
                 if before is not None:
                     checked = before.require_same(model)
                 else:
                     run(model, example)
-            if not was_changed:
-                renew_weights_(model)
         except DynormError:
             raise
         # The model's code may raise anything with other modules in it.
@@ -162,10 +162,11 @@ def fold_(
                 f"{type(error).__name__} was raised: {error}; everything was put back. Its code may "
                 "use tensors that a norm or a layer holds: only= and skip= help to find which"
             ) from error
+    edits = edits_of(model)
     return FoldReport(
-        [row_of(fold, affine, center, constants) for fold in plan.folds],
-        added_biases(model),
-        untied(model),
+        [row_of(fold, options) for fold in plan.folds],
+        edits.biases,
+        edits.untied,
         loads_with="dynorm" if is_changed(model) else "stock",
         **checked,
     )

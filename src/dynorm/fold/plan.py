@@ -8,10 +8,11 @@ from dynorm.fold.rewrites import center_readers, fold_affine, fold_centers, fold
 from dynorm.fold.site import SiteFold
 from dynorm.fold.through import RescaledStream, fold_through
 from dynorm.fold.values import NewValues, new_values
+from dynorm.stream.capture import Graph
 from dynorm.stream.feeds import bias_before
 from dynorm.stream.graph import Slot
 from dynorm.stream.operators import RefusedError
-from dynorm.stream.survey import Surroundings
+from dynorm.stream.survey import survey
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,6 @@ class Options:
     affine: bool
     center: bool
     center_readers: bool
-    constants: bool
     redundant: float
     add_bias: bool
     dropout_in_place: bool  # a dropout of the model writes into its input
@@ -48,18 +48,17 @@ class Plan:
 
 
 def planned(
-    slots: Sequence[Slot],
-    around: Mapping[int, Surroundings],
+    graph: Graph,
     sites: Sequence[SiteFold],
     options: Options,
     squares: MeanSquares | None,
 ) -> Plan:
     """Decide where every part of every norm goes, or why it stays.
 
-    ``slots`` are all parameters of the model, and ``around`` are the surroundings of the sites that
-    are called. ``squares`` are needed for redundant norms only.
+    ``squares`` are needed for redundant norms only.
     """
-    for index, surroundings in around.items():
+    dims = {index: sites[index].dim for index in graph.calls}
+    for index, surroundings in survey(graph, dims).items():
         fold = sites[index]
         fold.around = surroundings
         if fold.is_pointwise:
@@ -67,17 +66,16 @@ def planned(
                 fold.bias_before = bias_before(fold.calls, fold.dim, options.add_bias)
             except RefusedError as refusal:
                 fold.no_bias_before = str(refusal)
-        fold.shared = _shared(fold, slots)
+        fold.shared = _shared(fold, graph.slots)
     folds, rescaled = _affine_plan(sites, options)
     if options.center:
         fold_means(folds)
     if options.center_readers:
         center_readers(folds)
-    if options.constants:
-        fold_centers(folds)
+    fold_centers(folds)
     if squares is not None:
         fold_redundant(folds, squares, options.redundant)
-    return Plan(slots, folds, rescaled, new_values(folds, rescaled))
+    return Plan(graph.slots, folds, rescaled, new_values(folds, rescaled))
 
 
 def _affine_plan(
@@ -88,15 +86,14 @@ def _affine_plan(
     A linear layer that cannot go as a whole gives its readers what any other layer would. Others
     may depend on it, so all are then decided again.
     """
-    affine, constants = options.affine, options.constants
     # Why each linear layer stays.
     stays: dict[int, str] = {}
     if options.dropout_in_place:
         # In training it would write into the input of an identity before it.
         stays = dict.fromkeys(range(len(sites)), "a dropout of the model works in place")
     while True:
-        folds = _as_lines(sites, stays) if affine and constants else list(map(replace, sites))
-        fold_affine(folds, affine, constants, options.add_bias)
+        folds = _as_lines(sites, stays) if options.affine else list(map(replace, sites))
+        fold_affine(folds, options.affine, options.add_bias)
         rescaled = fold_through(folds)
         kept = {}
         for index, fold in enumerate(folds):

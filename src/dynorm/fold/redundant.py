@@ -6,14 +6,15 @@ square of its inputs before: furthest from 1 for the smallest m and the extremes
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from dynorm.batches import Inputs, site_tokens
+from dynorm.batches import site_tokens
 from dynorm.fold.report import FOLDED, REFUSED, Rewrite
 from dynorm.fold.site import NORMS, SiteFold
 from dynorm.guard import hooked
@@ -69,10 +70,12 @@ def _require_not_in_a_row(
 
 def _change(fold: SiteFold, follower: SiteFold, squares: MeanSquares) -> float:
     """Return the largest relative change of a follower's outputs without the norm."""
-    smallest = min(squares[follower.path])
+    # Without any tokens, or with zeros only, 1 takes their place.
+    ours = squares[fold.path] or [1.0]
+    smallest = min(squares[follower.path] or [1.0])
     eps = follower.site.eps
     largest_change = 0.0
-    for square in (min(squares[fold.path]), max(squares[fold.path])):
+    for square in (min(ours), max(ours)):
         s2 = square + fold.site.eps
         ratio = math.sqrt((smallest + eps) / (smallest + eps / s2))
         largest_change = max(largest_change, abs(ratio - 1))
@@ -155,16 +158,16 @@ def _require_product(fold: SiteFold, user: Node, value: Node) -> None:
     raise RefusedError(f"{where(user)}{with_bias} sees the scale of its tokens")
 
 
-def mean_squares(model: nn.Module, folds: Sequence[SiteFold], example: Inputs) -> MeanSquares:
-    """Run the model, and return the mean squares of the tokens that norms take, without zeros.
-
-    The caller undoes all changes of the model, and passes a copy of the example.
-    """
+@contextmanager
+def mean_squares(
+    folds: Sequence[SiteFold], modules: Mapping[str, nn.Module]
+) -> Iterator[MeanSquares]:
+    """Collect the mean squares of the tokens that norms take in a run, without zeros."""
     sites = {}
     squares: dict[str, list[float]] = {}
     for fold in folds:
         if fold.refused is None and fold.site.kind in NORMS:
-            sites[model.get_submodule(fold.path)] = fold.site
+            sites[modules[fold.path]] = fold.site
             squares[fold.path] = []
 
     def measure(
@@ -180,7 +183,5 @@ def mean_squares(model: nn.Module, folds: Sequence[SiteFold], example: Inputs) -
             of_tokens = tokens.square().mean(-1)
         squares[site.path] += of_tokens[of_tokens > 0].tolist()
 
-    args, kwargs = example
     with hooked(sites, measure):
-        model(*args, **kwargs)
-    return {path: values or [1.0] for path, values in squares.items()}
+        yield squares

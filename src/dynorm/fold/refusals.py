@@ -98,8 +98,6 @@ def _require_bias(
         return
     if bias.fixed is not None:
         raise RefusedError(bias.fixed)
-    if bias.tensor is slot.tensor:
-        raise RefusedError(f"{bias.name} is a weight too")
     ours = {other.bias_leaf for other in reads if other.weight is slot}
     for leaf in bias.leaves - ours:
         raise RefusedError(f"{bias.name} is also used by {leaf.place}")

@@ -17,12 +17,11 @@ from dynorm.stream.stream import Stream
 def fold_affine(
     folds: Sequence[SiteFold],
     affine: bool,
-    constants: bool,
     add_bias: bool,
 ) -> None:
     """Decide for each norm whether its weight and bias can go into everything that reads it."""
     for fold in folds:
-        _choose_parts(fold, affine, constants)
+        _choose_parts(fold, affine)
         fold.kept = _obstacle(fold)
     uses: Uses = {}
     for fold in folds:
@@ -37,13 +36,13 @@ def fold_affine(
     propagate_refusals(folds, uses)
 
 
-def _choose_parts(fold: SiteFold, affine: bool, constants: bool) -> None:
+def _choose_parts(fold: SiteFold, affine: bool) -> None:
     """Set the factor and the shift that the readers are to take."""
     fold.with_affine = affine and fold.chosen
     if fold.with_affine:
         fold.factor = fold.weight
         fold.shift = fold.bias
-    if fold.scale != 1 and (constants or affine) and fold.chosen:
+    if fold.scale != 1 and fold.chosen:
         # Move the scale too, or the layer still multiplies.
         scale = torch.full(
             fold.site.normalized_shape, fold.scale, dtype=torch.float64, device="cpu"

@@ -2,21 +2,22 @@
 
 import math
 
+from dynorm.fold.plan import Options
 from dynorm.fold.report import FOLDED, NOTHING, OFF, REFUSED, FoldedSite, Rewrite
 from dynorm.fold.site import SiteFold
 
 
-def row_of(fold: SiteFold, affine: bool, center: bool, constants: bool) -> FoldedSite:
-    """Return the row of a site; the arguments say which rewrites the caller wanted."""
+def row_of(fold: SiteFold, options: Options) -> FoldedSite:
+    """Return the row of a site."""
     off = Rewrite(OFF)
-    affine_row = _affine_row(fold) if affine and fold.chosen else off
+    affine_row = _affine_row(fold) if options.affine and fold.chosen else off
     mean_row = off
     if fold.has_centred_readers:
         mean_row = Rewrite(FOLDED, _weights_of_readers(fold))
-    elif center and fold.chosen:
+    elif options.center and fold.chosen:
         mean_row = _mean_row(fold)
     constants_row = off
-    if constants and fold.chosen and fold.is_pointwise:
+    if fold.chosen and fold.is_pointwise:
         constants_row = _constants_row(fold)
     becomes = ""
     if fold.is_gone:

@@ -1,15 +1,14 @@
 """One norm or point-wise layer of a fold: its formula, and where each part of it goes."""
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from dynorm.batches import Inputs
 from dynorm.errors import ModelError
-from dynorm.find.probe import norms_in
 from dynorm.find.recover import core
 from dynorm.find.tokens import (
     CannotProbeError,
@@ -143,23 +142,29 @@ class SiteFold:
 
 
 def site_folds(
-    model: nn.Module,
-    example: Inputs,
+    norms: Sequence[NormSite],
+    modules: Mapping[str, nn.Module],
     only: Globs,
     skip: Globs,
 ) -> list[SiteFold]:
-    """Return the records of all norms, in call order, and then of all point-wise layers.
+    """Return the records of all norms of a model, in call order, and then of all point-wise layers.
 
-    The caller undoes all changes of the model.
+    ``modules`` are the modules of the model by their paths.
     """
-    args, kwargs = example
-    sites = norms_in(model, args, kwargs)
-    for path, layer in model.named_modules():
+    sites = list(norms)
+    for path, layer in modules.items():
         if path and isinstance(layer, PointwiseNorm):
             kind = type(layer).__name__.lower()
-            site = NormSite(path, (), kind, layer.dim, layer.normalized_shape)
-            site = replace(site, weight_name="weight", bias_name="bias")
-            sites.append(replace(site, weight_offset=layer.weight_offset))
+            site = NormSite(
+                path,
+                kind=kind,
+                dim=layer.dim,
+                normalized_shape=layer.normalized_shape,
+                weight_offset=layer.weight_offset,
+                weight_name="weight",
+                bias_name="bias",
+            )
+            sites.append(site)
     if not sites:
         raise ModelError(
             "the model must have norms or point-wise layers, but none was found: nothing can be "
@@ -168,8 +173,7 @@ def site_folds(
     chosen = {site.path for site in select_sites(sites, only, skip)}
     folds = []
     for site in sites:
-        module = model.get_submodule(site.path)
-        folds.append(_site_fold(site, module, site.path in chosen))
+        folds.append(_site_fold(site, modules[site.path], site.path in chosen))
     return folds
 
 

@@ -46,11 +46,6 @@ class ScaleGroup:
                 return member.refused
         return None
 
-    @property
-    def is_pinned(self) -> bool:
-        """Return whether the factors must stay."""
-        return self.refused is not None
-
     def scale(self, ratio: Tensor) -> None:
         """Multiply all factors."""
         for member in self.members:
@@ -113,13 +108,13 @@ def _join(fold: SiteFold, before: RescaledStream, after: RescaledStream) -> None
     assert fold.weight is not None
     ratio = fold.weight * before.factor / after.factor
     one_group = before.group is after.group
-    if one_group or (before.group.is_pinned and after.group.is_pinned):
+    if one_group or (before.group.refused and after.group.refused):
         fold.left = ratio
         reasons = dict.fromkeys([before.group.refused, after.group.refused])
         words = [reason for reason in reasons if reason is not None]
         fold.left_because = "; ".join(words) or "its two ends belong to the same rescaled stream"
         return
-    if after.group.is_pinned:
+    if after.group.refused:
         before.group.scale(1 / ratio)
     else:
         after.group.scale(ratio)

@@ -11,9 +11,8 @@ from typing import Any
 from torch import nn
 
 from dynorm.errors import StorageError, listed
-from dynorm.family import LAYERS
 from dynorm.files import write_text
-from dynorm.hub.contents import read_json
+from dynorm.hub.contents import layers_named_by, read_json
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import dynorm_layers
 
@@ -22,7 +21,6 @@ PEFT_MODEL = "peft.peft_model"
 # Written next to an adapter's own files if its base was converted.
 NOTE = "dynorm_base.json"
 _PEFT_CONFIG = "adapter_config.json"
-_CONSTANTS = {name for layer in LAYERS.values() for name in layer.constants}
 
 
 def check_adapters(peft_model: ModuleType) -> None:
@@ -79,12 +77,10 @@ def _warn_of_other_base(model: nn.Module, note: Path) -> None:
 
 def _require_converted(model: nn.Module, unexpected: Iterable[str]) -> None:
     modules = dict(model.named_modules())
-    lost = set()
-    for key in unexpected:
-        path, _, name = key.rpartition(".")
-        is_constant = name in _CONSTANTS and path in modules
-        if is_constant and not isinstance(modules[path], PointwiseNorm):
-            lost.add(path)
+    lost = []
+    for path in layers_named_by(unexpected):
+        if path in modules and not isinstance(modules[path], PointwiseNorm):
+            lost.append(path)
     if lost:
         raise StorageError(
             "the adapter must be loaded on the converted model that it was trained on, but it "

@@ -2,19 +2,23 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from dynorm import version
 from dynorm.errors import ArgumentError, ModelError, StorageError, listed
 from dynorm.family import LAYERS, NAMES
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import dynorm_layers
-from dynorm.replace.edits import added_biases, is_changed, untied
+from dynorm.replace.edits import edits_of, is_changed
 from dynorm.replace.specs import LayerSpec, specs_of
+from dynorm.table import JsonObject
 from dynorm.wrappers import plain_modules
 
 FORMAT_VERSION = 1
@@ -35,7 +39,8 @@ class Contents:
 def contents_of(model: nn.Module) -> Contents:
     """Return the contents of a model to save; ModelError if a load could not build it again."""
     changed = is_changed(model)
-    changes = Contents(biases=added_biases(model), untied=untied(model), layers=specs_of(model))
+    edits = edits_of(model)
+    changes = Contents(specs_of(model), edits.biases, edits.untied)
     layers = dynorm_layers(model)
     if not (layers or changed):
         raise ModelError(
@@ -100,7 +105,7 @@ def read_layers(values: object, where: str, *, allow_none: bool = False) -> list
     return specs
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Read a JSON object, or raise StorageError if the file does not hold one."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -116,13 +121,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def require_version(values: Mapping[str, Any], where: str) -> None:
     """Refuse a file in a format that this version does not know."""
-    version = values.get("format_version")
-    if version != FORMAT_VERSION:
+    saved_version = values.get("format_version")
+    if saved_version != FORMAT_VERSION:
         written = ""
         if "dynorm_version" in values:
             written = f", written by dynorm {values['dynorm_version']}"
         raise StorageError(
-            f"the format_version of {where} must be {FORMAT_VERSION}, got {version!r}{written}"
+            f"the format_version of {where} must be {FORMAT_VERSION}, got {saved_version!r}{written}"
         )
 
 
@@ -141,7 +146,22 @@ def require_checksum(values: Mapping[str, object], where: str) -> None:
         )
 
 
-def weights_entry(path: Path) -> dict[str, Any]:
+def write_sealed(path: Path, values: Mapping[str, object]) -> None:
+    """Write a JSON object with its format, the version of dynorm, and a checksum of all of it."""
+    sealed = {"format_version": FORMAT_VERSION, "dynorm_version": version.__version__, **values}
+    sealed["sha256"] = checksum(sealed)
+    path.write_text(json.dumps(sealed, indent=2) + "\n", encoding="utf-8")
+
+
+def read_sealed(path: Path) -> JsonObject:
+    """Read a file of :func:`write_sealed`; StorageError if it is of another format or changed."""
+    values = read_json(path)
+    require_version(values, str(path))
+    require_checksum(values, str(path))
+    return values
+
+
+def weights_entry(path: Path) -> JsonObject:
     """Return the size and checksum by which a load recognises a file of weights."""
     with path.open("rb") as file:
         return {
@@ -171,6 +191,15 @@ def require_weights(path: Path, expected: object, where: object) -> None:
         )
 
 
+def read_weights(path: Path, expected: object, where: object) -> dict[str, Tensor]:
+    """Return the tensors of a file of weights, which :func:`require_weights` checks."""
+    require_weights(path, expected, where)
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{path} must be a readable safetensors file, but {error}") from error
+
+
 def require_witnesses(
     model: nn.Module, tensors: Mapping[str, Tensor], where: object, config: str
 ) -> None:
@@ -188,6 +217,17 @@ def require_witnesses(
                 f"{name!r} in {where} must be the channels that {config} names, "
                 f"{list(layer.witness_channels)}, got {tensors[name].tolist()}"
             )
+
+
+def layers_named_by(keys: Iterable[str]) -> set[str]:
+    """Return the paths of the point-wise layers whose constants are among some keys of weights."""
+    constants = {name for layer in LAYERS.values() for name in layer.constants}
+    layers = set()
+    for key in keys:
+        path, _, name = key.rpartition(".")
+        if name in constants:
+            layers.add(path)
+    return layers
 
 
 def is_list_of_str(value: object) -> TypeGuard[list[str]]:

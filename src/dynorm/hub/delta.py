@@ -4,25 +4,21 @@ The file has checksums of the base's weights: the layers of one model are of no 
 """
 
 import importlib
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from dynorm import version
 from dynorm.errors import ArgumentError, ModelError, StorageError, listed
 from dynorm.guard import unchanged_on_error
 from dynorm.hub import contents
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.converted import dynorm_layers, is_ours, replaced_by
-from dynorm.replace.edits import added_biases, untied
 from dynorm.replace.specs import apply_specs_
 from dynorm.replace.weights import changed_weights, checksums, differs
+from dynorm.table import JsonObject
 from dynorm.wrappers import plain_modules, unwrapped
 
 CONFIG = "dynorm_delta.json"
@@ -40,8 +36,6 @@ def write_delta(model: nn.Module, changes: contents.Contents, folder: Path, base
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     name, revision = _split(base)
     values = {
-        "format_version": contents.FORMAT_VERSION,
-        "dynorm_version": version.__version__,
         "base": name,
         "revision": revision or None,
         "model_class": type(model).__name__,
@@ -50,8 +44,7 @@ def write_delta(model: nn.Module, changes: contents.Contents, folder: Path, base
         "base_weights": _fingerprint(model),
         "weights": contents.weights_entry(folder / WEIGHTS),
     }
-    values["sha256"] = contents.checksum(values)
-    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    contents.write_sealed(folder / CONFIG, values)
 
 
 def _split(base: str | os.PathLike[str]) -> tuple[str, str]:
@@ -70,20 +63,14 @@ def _split(base: str | os.PathLike[str]) -> tuple[str, str]:
 def read_delta(folder: Path, model: nn.Module | None) -> nn.Module:
     """Put the layers of a folder into their base model, which is loaded if it is None."""
     where = str(folder / CONFIG)
-    values = contents.read_json(folder / CONFIG)
-    contents.require_version(values, where)
-    contents.require_checksum(values, where)
+    values = contents.read_sealed(folder / CONFIG)
     specs = contents.read_layers(values.get("layers"), where)
-    contents.require_weights(folder / WEIGHTS, values.get("weights"), where)
     fingerprint = values.get("base_weights")
     if not isinstance(fingerprint, dict):
         raise StorageError(
             f"the base_weights in {where} must be an object, got {fingerprint!s:.80}"
         )
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"{folder / WEIGHTS} must be safetensors, but {error}") from error
+    tensors = contents.read_weights(folder / WEIGHTS, values.get("weights"), where)
     if model is None:
         model = _load_base(values, where)
     inside = unwrapped(model)
@@ -108,7 +95,7 @@ def _require_only_layers(model: nn.Module, changes: contents.Contents) -> None:
     """Refuse a model that differs from its base in more than its layers."""
     remedy = "save the model with all of its weights: leave base= out"
     others = [spec.layer for spec in changes.layers if spec.layer in ("rmsnorm", "identity")]
-    is_edited = bool(others or added_biases(model) or untied(model))
+    is_edited = bool(others or changes.biases or changes.untied)
     for layer in dynorm_layers(model).values():
         replaced = replaced_by(layer)
         if replaced is None:
@@ -144,7 +131,7 @@ def _fingerprint(model: nn.Module) -> dict[str, list[int]]:
     return fingerprint
 
 
-def _require_base(model: nn.Module, fingerprint: dict[str, Any], values: dict[str, Any]) -> None:
+def _require_base(model: nn.Module, fingerprint: JsonObject, values: JsonObject) -> None:
     """Refuse a model that is not the base, or that is converted already."""
     must = f"the model must be {_title(values)}, as it was before its conversion, but"
     if dynorm_layers(model):
@@ -165,7 +152,7 @@ def _require_base(model: nn.Module, fingerprint: dict[str, Any], values: dict[st
         )
 
 
-def _load_base(values: dict[str, Any], where: str) -> nn.Module:
+def _load_base(values: JsonObject, where: str) -> nn.Module:
     """Load the base model by its name."""
     kind = values.get("model_class")
     cls = None

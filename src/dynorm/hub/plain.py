@@ -1,16 +1,13 @@
 """Plain torch models: ``model.safetensors`` and ``dynorm.json``, loaded into the caller's model."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dynorm import version
 from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, ModelError, StorageError, listed
 from dynorm.guard import unchanged_on_error
@@ -28,8 +25,6 @@ def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> N
     tensors, aliases = _unique(plain_state(model, model.state_dict(keep_vars=True)))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     values = {
-        "format_version": contents.FORMAT_VERSION,
-        "dynorm_version": version.__version__,
         "model_class": f"{type(model).__module__}:{type(model).__qualname__}",
         "weights": contents.weights_entry(folder / WEIGHTS),
         "aliases": aliases,
@@ -37,16 +32,13 @@ def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> N
         "biases": changes.biases,
         "untied": changes.untied,
     }
-    values["sha256"] = contents.checksum(values)
-    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    contents.write_sealed(folder / CONFIG, values)
 
 
 def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
     """Load a directory of :func:`write_plain` into ``model``; an error leaves that as it was."""
     where = str(folder / CONFIG)
-    values = contents.read_json(folder / CONFIG)
-    contents.require_version(values, where)
-    contents.require_checksum(values, where)
+    values = contents.read_sealed(folder / CONFIG)
     model, inside = _require_class(model, values.get("model_class"), folder)
     biases = values.get("biases", [])
     untied = values.get("untied", [])
@@ -65,9 +57,9 @@ def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
             trained = not replaced or any(parameter.requires_grad for parameter in replaced)
             after[spec.paths[0]].requires_grad_(trained)
         for path in biases:
-            give_bias_(inside, without_wrappers(path))
+            give_bias_(after, without_wrappers(path))
         for name in untied:
-            untie_(inside, without_wrappers(name))
+            untie_(after, without_wrappers(name))
         _require_same_tensors(inside, tensors, folder)
     _fill_(inside, tensors)
     return model.eval()
@@ -139,11 +131,7 @@ def _read_weights(folder: Path, values: Mapping[str, object]) -> dict[str, Tenso
     aliases = values.get("aliases")
     if not isinstance(aliases, dict):
         raise StorageError(f"the aliases in {folder / CONFIG} must be an object, got {aliases!r}")
-    contents.require_weights(path, values.get("weights"), folder / CONFIG)
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"{path} must be a readable safetensors file, but {error}") from error
+    tensors = contents.read_weights(path, values.get("weights"), folder / CONFIG)
     for alias, name in aliases.items():
         if not isinstance(name, str) or name not in tensors:
             raise StorageError(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from dynorm.replace.converted import dynorm_layers
 from dynorm.replace.edits import give_bias_
 from dynorm.replace.specs import LayerSpec, apply_specs_
 from dynorm.wrappers import plain_modules, without_wrappers
+
+if TYPE_CHECKING:
+    from transformers.modeling_utils import PreTrainedModel
 
 METHOD = "dynorm"
 # Key and value in config.json. Without dynorm, transformers takes the value for a file name, and
@@ -144,7 +147,10 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
     update_tp_plan = update_attn_implementation
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Iterable[str] | None = None, **kwargs: object
+        self,
+        model: "PreTrainedModel",
+        checkpoint_files: Iterable[str] | None = None,
+        **kwargs: object,
     ) -> object:
         config = self.quantization_config
         for file in map(Path, checkpoint_files or ()):
@@ -173,8 +179,9 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
                 casts += [(place, dtypes) for place in _places(model, [], [path])]
             for path, dtypes in casts:
                 _cast_(model.get_submodule(path), dtypes)
+        modules = plain_modules(model, remove_duplicate=False)
         for path in _places(model, config.biases, config.biases_outside):
-            give_bias_(model, path)
+            give_bias_(modules, path)
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         _stand_in_(model)
         tied = model.all_tied_weights_keys | aliases_of(model, specs)
@@ -183,7 +190,9 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         }
         return model
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> object:
+    def _process_model_after_weight_loading(
+        self, model: "PreTrainedModel", **kwargs: object
+    ) -> object:
         for layer in dynorm_layers(model).values():
             for name in _AFFINE:
                 vars(layer).pop(name, None)
@@ -226,7 +235,7 @@ def _cast_(module: nn.Module, dtypes: Mapping[str, str]) -> None:
             tensor.data = tensor.data.to(_dtype(dtype))
 
 
-def base_prefix(model: Any) -> str:
+def base_prefix(model: "PreTrainedModel") -> str:
     """Return the prefix of the base model's paths: ``""``, or such as ``"bert."`` below a head."""
     if model.base_model is model:
         return ""
@@ -245,7 +254,7 @@ def aliases_of(model: nn.Module, specs: list[LayerSpec]) -> dict[str, str]:
     return aliases
 
 
-def _places(model: Any, paths: Iterable[str], outside: Iterable[str]) -> list[str]:
+def _places(model: "PreTrainedModel", paths: Iterable[str], outside: Iterable[str]) -> list[str]:
     """Return the paths in this model, which may have another head or none, for saved paths."""
     prefix = base_prefix(model)
     if type(model).__name__ in (getattr(model.config, "architectures", None) or []):
@@ -270,7 +279,7 @@ def _places(model: Any, paths: Iterable[str], outside: Iterable[str]) -> list[st
     return places
 
 
-def _renaming(model: Any) -> Callable[[str], str]:
+def _renaming(model: "PreTrainedModel") -> Callable[[str], str]:
     """Return the function by which this model's class renames the modules of a checkpoint."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -10,7 +10,7 @@ from dynorm.batches import example_arguments
 from dynorm.errors import ModelError, listed
 from dynorm.fold.check import Check
 from dynorm.replace.converted import is_ours
-from dynorm.replace.edits import added_biases
+from dynorm.replace.edits import edits_of
 
 # A power of two, and so is its root: neither rounds a number.
 _EPS = 2.0**80
@@ -103,7 +103,7 @@ def _identities(model: nn.Module) -> list[str]:
             f"{must} it still has {count} of dynorm ({listed(layers)}): the report of fold_ has "
             "the reason; or save the model with dynorm.save, and import dynorm to load it"
         )
-    biases = added_biases(model)
+    biases = edits_of(model).biases
     if biases:
         raise ModelError(
             "the model must not have parameters that its class does not make, but fold_ added "

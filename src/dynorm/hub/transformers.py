@@ -24,7 +24,6 @@ from transformers.quantizers import auto
 from dynorm import version
 from dynorm.arguments import require_gathered
 from dynorm.errors import ModelError, StorageError, listed, readable
-from dynorm.family import LAYERS
 from dynorm.files import write_text
 from dynorm.hub import contents, quantizer
 from dynorm.hub.quantizer import (
@@ -57,7 +56,7 @@ def register() -> None:
     )
 
     @wraps(save_pretrained)
-    def described_save_pretrained(self: Any, *args: object, **kwargs: object) -> Any:
+    def described_save_pretrained(self: PreTrainedModel, *args: object, **kwargs: object) -> Any:
         # Looked up at each call, because models may be converted or restored in between.
         changes = contents.contents_of(self) if is_changed(self) else None
         if changes is None:
@@ -126,14 +125,7 @@ def _config_of_part(cls: object, folder: object) -> object:
 
 def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
     """Refuse a model with norms where the checkpoint has layers: its config does not name them."""
-    constants = {name for layer in LAYERS.values() for name in layer.constants}
-    layers = set()
-    for key in unexpected:
-        path, _, name = key.rpartition(".")
-        if name in constants:
-            layers.add(path)
-    if not layers:
-        return
+    layers = contents.layers_named_by(unexpected)
     lost = set()
     for path, module in model.named_modules():
         if "norm" not in type(module).__name__.lower():
@@ -151,7 +143,7 @@ def _require_no_leftovers(model: nn.Module, unexpected: Iterable[str]) -> None:
 
 
 @contextmanager
-def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
+def described(model: PreTrainedModel, changes: contents.Contents | None) -> Iterator[None]:
     """Let the model's config name its contents while the model is written."""
     config = getattr(model.config, "quantization_config", None)
     if isinstance(config, Mapping):
@@ -187,7 +179,7 @@ def described(model: Any, changes: contents.Contents | None) -> Iterator[None]:
         yield
 
 
-def tie_aliases_(model: Any, changes: contents.Contents) -> None:
+def tie_aliases_(model: PreTrainedModel, changes: contents.Contents) -> None:
     """Declare the parameters of layers with several paths as tied: otherwise they are not saved."""
     tied = {}
     for alias, name in aliases_of(model, changes.layers).items():
@@ -273,7 +265,7 @@ def read_transformers(folder: Path) -> nn.Module:
     return model
 
 
-def config_of(model: Any, changes: contents.Contents) -> DynormConfig:
+def config_of(model: PreTrainedModel, changes: contents.Contents) -> DynormConfig:
     """Return the description of a model's layers, by paths of its base model."""
     prefix = base_prefix(model)
 

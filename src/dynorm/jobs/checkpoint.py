@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from dynorm.hub.online import downloaded, is_hub_name
 from dynorm.jobs.write import WEIGHTS
 from dynorm.recipe import KINDS
 from dynorm.site import any_match
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Names of folders and files that say nothing about the model.
 _ANY_MODEL = {"model", "models", "original", "checkpoint", "final", "weights", "snapshots"}
@@ -56,7 +59,7 @@ class Pretrained:
         return min(max_length, positions or max_length)
 
     @torch.no_grad()
-    def greedy(self, model: Any, prompts: Sequence[list[int]], tokens: int) -> Tensor:
+    def greedy(self, model: "PreTrainedModel", prompts: Sequence[list[int]], tokens: int) -> Tensor:
         """Return the greedy continuations of prompts of equal length.
 
         Each has ``tokens`` tokens: an end-of-text token does not stop it.
@@ -82,7 +85,7 @@ class Pretrained:
         return continued[:, ids.shape[1] :].cpu()
 
 
-def _text_config(model: Any) -> object:
+def _text_config(model: "PreTrainedModel") -> object:
     """Return the part of a model's config about its text model, or all of it."""
     return getattr(model.config, "text_config", model.config)
 
@@ -297,7 +300,7 @@ class Checkpoint:
                     f"{type(model).__name__}"
                 )
 
-    def model(self, cls: Any) -> tuple[Any, tuple[str, ...]]:
+    def model(self, cls: Any) -> tuple["PreTrainedModel", tuple[str, ...]]:
         """Return the model in eval mode, and the remarks of :class:`Pretrained`.
 
         A checkpoint without all weights of the model is refused.
@@ -309,7 +312,7 @@ class Checkpoint:
             model.pooler = None
         return model.eval(), remarks
 
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
         """Return the model's tokenizer, or raise StorageError if it has none."""
         from transformers import AutoTokenizer
 
@@ -362,7 +365,9 @@ class Checkpoint:
             return cls.from_pretrained(folder, local_files_only=True, **options)
 
 
-def _require_same_parts(source: Path, model: Any, info: dict[str, Any]) -> tuple[str, ...]:
+def _require_same_parts(
+    source: Path, model: "PreTrainedModel", info: dict[str, Any]
+) -> tuple[str, ...]:
     """Check that a checkpoint has all weights and no further layers; return remarks on the rest."""
     name = type(model).__name__
     # transformers fills missing weights with random numbers. The pooler of a bare encoder does not
@@ -393,7 +398,7 @@ def _require_same_parts(source: Path, model: Any, info: dict[str, Any]) -> tuple
     return tuple(remarks)
 
 
-def _in_a_layer(model: Any, key: str) -> bool:
+def _in_a_layer(model: "PreTrainedModel", key: str) -> bool:
     """Whether a key's module would follow the last one of a list in the model's base."""
     module = model.base_model
     for name in key.split("."):
@@ -404,7 +409,7 @@ def _in_a_layer(model: Any, key: str) -> bool:
 
 
 def require_known_words(
-    tokenizer: Any, encoded: Sequence[list[int]], size: int | None = None
+    tokenizer: "PreTrainedTokenizerBase", encoded: Sequence[list[int]], size: int | None = None
 ) -> None:
     """Check that the tokenizer knows the texts, and that the model's vocabulary has their tokens.
 

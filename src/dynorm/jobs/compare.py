@@ -6,10 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dynorm.errors import ArgumentError, StorageError
-from dynorm.table import Column, Plain, Table
+from dynorm.table import Column, JsonObject, Plain, Table
 
 # The figures of an output that are compared, with their titles.
 _FIGURES = {
@@ -33,8 +32,8 @@ class Comparison(Plain):
     """Several reports, one row each; ``recipes`` has the options that differ, or are always shown."""
 
     reports: list[str]
-    recipes: list[dict[str, Any]]
-    figures: list[dict[str, Any]]
+    recipes: list[JsonObject]
+    figures: list[JsonObject]
     remarks: list[str]
 
     def __str__(self) -> str:
@@ -84,10 +83,10 @@ def compare_reports(paths: Sequence[str | Path]) -> Comparison:
     )
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> JsonObject:
     """Return a report; StorageError if the file does not hold one."""
     try:
-        report: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        report: JsonObject = json.loads(file.read_text("utf-8"))
         # A report of a fold or an inspection lacks these.
         _ = (report["output"], report["sites"], report["meta"]["recipe"])
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -98,11 +97,11 @@ def _read(file: Path) -> dict[str, Any]:
     return report
 
 
-def _figures(report: dict[str, Any]) -> dict[str, Any]:
+def _figures(report: JsonObject) -> JsonObject:
     """Return the figures of a row."""
     output = report["output"]
     meta = report["meta"]
-    values: dict[str, Any] = {name: output.get(name) for name in _FIGURES}
+    values: JsonObject = {name: output.get(name) for name in _FIGURES}
     errors = [site["error_now"] for site in report["sites"] if site["error_now"] is not None]
     values["worst site"] = max(errors, default=None)
     values["steps"] = meta.get("stages", {}).get("distill", {}).get("steps", 0)
@@ -110,7 +109,7 @@ def _figures(report: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _remarks(reports: Sequence[dict[str, Any]]) -> list[str]:
+def _remarks(reports: Sequence[JsonObject]) -> list[str]:
     """Return a line for each reason why the figures of different rows cannot be compared."""
     remarks = []
     names = [str(report["meta"].get("model", report["model"])) for report in reports]

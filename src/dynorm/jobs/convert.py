@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Unpack
 
@@ -78,8 +77,6 @@ def convert_pretrained(
     for remark in remarks:
         say(remark)
     say(str(job.recipe))
-    if job.original is None:
-        job.original = copy.deepcopy(model)
     job.convert_()
     if job.recipe.refine:
         job.refine_()

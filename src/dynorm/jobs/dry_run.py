@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 import warnings
@@ -92,8 +91,6 @@ def dry_run(
     if remote_code:
         require_writable_with_code(model)
     recipe = job.recipe
-    if job.original is None:
-        job.original = copy.deepcopy(model)
     batches = job.calibration_batches()
     converted = job.replace_norms_(batches)
     say("trying each stage on a few batches")

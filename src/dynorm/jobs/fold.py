@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold import FoldReport, fold_
 from dynorm.jobs.checkpoint import Checkpoint, local_source, model_name
 from dynorm.jobs.write import require_output, write_out
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Length of the example; the graph does not depend on it.
 _LENGTH = 16
@@ -62,7 +65,7 @@ def fold_pretrained(
     return report
 
 
-def example_of(model: Any) -> dict[str, Tensor]:
+def example_of(model: "PreTrainedModel") -> dict[str, Tensor]:
     """Return random inputs of a transformers model, by the names of its forward's arguments."""
     names = set(inspect.signature(model.forward).parameters)
     config = model.config

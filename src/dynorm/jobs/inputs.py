@@ -14,6 +14,7 @@ from dynorm.jobs.audio import Clip
 from dynorm.jobs.checkpoint import Batches, Pretrained, encode, in_batches
 from dynorm.jobs.images import Crop
 from dynorm.jobs.speech import Listener
+from dynorm.table import JsonObject
 
 # Samples made of each image to fit on: the whole image, and squares of it.
 CROPS = 16
@@ -26,7 +27,7 @@ class Inputs:
     noun: str  # "texts", "images" or "audio"
     fit: list[Any]
     held_out: list[Any]
-    facts: dict[str, Any]  # the sources, and the files that could not be read
+    facts: JsonObject  # the sources, and the files that could not be read
     counts: dict[str, int]  # the number of samples to fit on
     batch: Callable[[Sequence[Any]], dict[str, Tensor]]  # makes a batch of samples
     label: Callable[[Any], str]  # names a sample for a reader
@@ -45,7 +46,7 @@ def text_inputs(
     pretrained: Pretrained,
     fit: list[str],
     held_out: list[str],
-    facts: dict[str, Any],
+    facts: JsonObject,
     max_length: int,
 ) -> Inputs:
     """Return texts as lists of at most ``max_length`` token ids."""
@@ -63,7 +64,7 @@ def text_inputs(
 
 
 def image_inputs(
-    pretrained: Pretrained, fit: list[Path], held_out: list[Path], facts: dict[str, Any]
+    pretrained: Pretrained, fit: list[Path], held_out: list[Path], facts: JsonObject
 ) -> Inputs:
     """Return images as crops: held-out images as they are, the others also in random squares."""
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+from torch import Tensor
 
-from dynorm.batches import Batch, arguments
+from dynorm.batches import arguments
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
@@ -40,6 +41,7 @@ from dynorm.report.conversion import compare
 from dynorm.report.cost import costs
 from dynorm.report.records import Continuation
 from dynorm.site import as_globs
+from dynorm.table import JsonObject
 from dynorm.train.distill import FEW, distill_
 
 Paths = Sequence[str | Path]
@@ -145,22 +147,6 @@ def load_job(
     )
 
 
-@dataclass(frozen=True)
-class _Tracked(Sequence[Batch]):
-    """Batches that advance a progress bar whenever one of them is taken."""
-
-    batches: Sequence[Batch]
-    bar: Iterator[object]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: Any) -> Any:
-        batch = self.batches[index]
-        next(self.bar, None)
-        return batch
-
-
 @dataclass
 class Job:
     """A pretrained model with samples to fit on and held-out ones; records results and times."""
@@ -178,7 +164,7 @@ class Job:
     # The number of witnesses is the default for the kind of model, not the user's.
     has_default_witnesses: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
-    details: dict[str, Any] = field(default_factory=dict)
+    details: JsonObject = field(default_factory=dict)
 
     @property
     def layers(self) -> Recipe:
@@ -198,7 +184,7 @@ class Job:
         return self.inputs.batches(samples, size or self.recipe.batch, seed)
 
     @property
-    def meta(self) -> dict[str, Any]:
+    def meta(self) -> JsonObject:
         """The part of a report about the job: the model, its samples, versions of libraries."""
         meta: dict[str, object] = {"model": self.name, **self.inputs.facts}
         meta[f"{self.inputs.noun}_held_out"] = len(self.inputs.held_out)
@@ -226,8 +212,10 @@ class Job:
         return self.batches(self.calibration, self.recipe.seed, size)
 
     def replace_norms_(self, batches: Batches) -> ConversionReport:
-        """Find the norms and replace them, without their means if the recipe says so."""
+        """Keep a copy of the original, and replace the norms, without their means if the recipe says so."""
         model = self.pretrained.model
+        if self.original is None:
+            self.original = copy.deepcopy(model)
         batch = batches[len(batches) // 2]
         _, example = arguments(model, batch)
         if self.recipe.fold_means:
@@ -276,13 +264,19 @@ class Job:
             samples = self.inputs.fit[start : start + steps * size * self.ranks.size]
             if len(samples) <= (self.ranks.size - 1) * size:
                 samples = self.inputs.fit
-            batches = self.ranks.share(self.batches(samples, self.recipe.seed))
+            batches = self.batches(samples, self.recipe.seed)
+            parts = self.ranks.share(batches.parts)
             # Each batch is also measured before and after the steps.
-            taken = range(steps + 2 * len(batches))
+            taken = range(steps + 2 * len(parts))
             bar = iter(self.track(taken, f"refining all constants together, {steps} steps"))
+
+            def tracked(part: Sequence[object]) -> dict[str, Tensor]:
+                next(bar, None)
+                return batches.make(part)
+
             refined = refine_(
                 self.pretrained.model,
-                _Tracked(batches, bar),
+                Batches(tracked, parts),
                 steps=steps,
                 **self.recipe.refine_fields,
             )

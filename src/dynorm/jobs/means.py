@@ -79,7 +79,7 @@ def fold_means_(
 def _folded(
     model: nn.Module, batch: Batch, only: Globs, skip: Globs, layernorms: int
 ) -> FoldedMeans:
-    written = fold_(model, batch, affine=False, constants=False, untie=True, only=only, skip=skip)
+    written = fold_(model, batch, affine=False, untie=True, only=only, skip=skip)
     paths = [site.path for site in written.sites if site.center.state == REFUSED]
     if not paths:
         return FoldedMeans(written.count("center"), 0, layernorms, (), tuple(written.untied))
@@ -90,7 +90,6 @@ def _folded(
         batch,
         center=False,
         center_readers=True,
-        constants=False,
         add_bias=True,
         untie=True,
         only=paths,

@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from dynorm.batches import copied_tensors
 from dynorm.jobs.audio import Clip
 from dynorm.jobs.checkpoint import Pretrained
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class Listener:
     """Turns audio files into a model's inputs. A decoder gets the original's greedy transcripts.
@@ -20,7 +23,7 @@ class Listener:
     Each file is transcribed once, when it is first needed.
     """
 
-    def __init__(self, pretrained: Pretrained, original: Any) -> None:
+    def __init__(self, pretrained: Pretrained, original: "PreTrainedModel") -> None:
         self.processor = pretrained.tokenizer
         self.original = original
         self.tokenizer = getattr(self.processor, "tokenizer", None)
@@ -52,7 +55,7 @@ class Listener:
         return batch
 
     @torch.no_grad()
-    def write(self, model: Any, batch: dict[str, Tensor]) -> list[list[int]]:
+    def write(self, model: "PreTrainedModel", batch: dict[str, Tensor]) -> list[list[int]]:
         """Return a model's greedy transcript of each sound; without tokenizer, its start token."""
         takes = model.main_input_name
         sounds = copied_tensors({takes: batch[takes].to(model.device)})

@@ -6,13 +6,16 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import replaced_directory, require_replaceable, require_writable, write_text
 from dynorm.hub.contents import contents_of
 from dynorm.replace.edits import is_changed
 from dynorm.report.rendering import rendered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _ENDINGS = ".safetensors .bin .pt .pth .ckpt .h5 .onnx .onnx_data .xml .msgpack .ot .gguf .tflite"
 WEIGHTS = frozenset(_ENDINGS.split())
@@ -58,7 +61,7 @@ def require_output(source: Path, out: Path, names: Sequence[str], *, overwrite: 
 
 
 def write_out(
-    model: Any,
+    model: "PreTrainedModel",
     source: Path,
     out: Path,
     overwrite: bool,
@@ -79,7 +82,7 @@ def write_out(
 
 
 def write_model(
-    model: Any,
+    model: "PreTrainedModel",
     source: Path,
     folder: Path,
     overwrite: bool,
@@ -114,7 +117,7 @@ def write_model(
             )
 
 
-def require_writable_with_code(model: Any) -> None:
+def require_writable_with_code(model: "PreTrainedModel") -> None:
     """Refuse a model that cannot be written with its code, before it is converted."""
     from dynorm.hub.code import require_one_dtype, stock_classes
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,7 +87,6 @@ def convert_(
     *,
     only: Globs = Recipe.only,
     skip: Globs = Recipe.skip,
-    filter_fn: Callable[[NormSite], bool] | None = None,
     per_channel: bool | None = Recipe.per_channel,
     center: bool = Recipe.center,
     witnesses: int | Sequence[int] | None = Recipe.witnesses,
@@ -116,7 +115,6 @@ def convert_(
         only: globs of the paths to convert; None means all. A head of unit length must be given by
             its full path.
         skip: globs of the paths whose norms stay.
-        filter_fn: called with each remaining site; if it returns False, the norm stays.
         per_channel: one constant per channel instead of one per layer. None means True, or False
             for a model of transformers that generates text or takes images or audio, and for
             annealed layers.
@@ -132,8 +130,8 @@ def convert_(
         A report with one row per site. Refused sites keep their norms and are listed.
 
     Raises:
-        ArgumentError: ``to`` or an option is unknown, a glob matches no site, ``filter_fn`` is not
-            a function, or a layer cannot have these witnesses.
+        ArgumentError: ``to`` or an option is unknown, a glob matches no site, or a layer
+            cannot have these witnesses.
         ModelError: the model has no norm to replace, is converted already, is compiled, wrapped or
             on the meta device; the sites belong to another model; or a norm shares a weight of
             another shape than its channels with another module.
@@ -184,7 +182,7 @@ def convert_(
     replaceable = []
     refused = []
     chosen = []
-    for site in select_sites(sites, only, skip, filter_fn):
+    for site in select_sites(sites, only, skip):
         if options_by_path[site.path] is not None:
             chosen.append(site)
     skipped = [site for site in sites if site not in chosen and site.refused is None]

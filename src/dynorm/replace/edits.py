@@ -1,6 +1,7 @@
 """How a model differs from its class: layers of dynorm, added biases, untied weights."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,32 +16,38 @@ ADDED_BIAS = "_dynorm_added_bias"
 UNTIED = "_dynorm_untied"
 
 
-def added_biases(model: nn.Module) -> list[str]:
-    """Return the paths of the modules that got a bias."""
-    modules = plain_modules(model)
-    return [path for path, module in modules.items() if module.__dict__.get(ADDED_BIAS)]
+@dataclass(frozen=True)
+class Edits:
+    """The parameters of a model that its class would not make so."""
+
+    biases: list[str]  # the paths of the modules that got a bias
+    untied: list[str]  # the names of the parameters that were tied to others
 
 
-def untied(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that were tied to others."""
-    names = []
+def edits_of(model: nn.Module) -> Edits:
+    """Return the edits of a model's parameters."""
+    biases = []
+    untied = []
     for path, module in plain_modules(model).items():
+        if module.__dict__.get(ADDED_BIAS):
+            biases.append(path)
         for name in module.__dict__.get(UNTIED, ()):
-            names.append(f"{path}.{name}" if path else name)
-    return names
+            untied.append(f"{path}.{name}" if path else name)
+    return Edits(biases, untied)
 
 
 def is_changed(model: nn.Module) -> bool:
     """Return whether a saved model loads only if these edits are made again."""
-    if added_biases(model) or any(map(is_ours, model.modules())):
+    edits = edits_of(model)
+    if edits.biases or any(map(is_ours, model.modules())):
         return True
     # transformers does not tie tensors that were saved apart; other classes do.
-    return bool(untied(model)) and not hasattr(model, "save_pretrained")
+    return bool(edits.untied) and not hasattr(model, "save_pretrained")
 
 
-def give_bias_(model: nn.Module, path: str) -> None:
+def give_bias_(modules: Mapping[str, nn.Module], path: str) -> None:
     """Give the linear layer at a path a bias that a state dict can fill, unless it has one."""
-    module = plain_modules(model, remove_duplicate=False).get(path)
+    module = modules.get(path)
     if not isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
         raise ModelError(
             f"the model must have a linear layer at {path!r}, to which the saved model added a bias"
@@ -51,10 +58,10 @@ def give_bias_(model: nn.Module, path: str) -> None:
     module.__dict__[ADDED_BIAS] = True
 
 
-def untie_(model: nn.Module, name: str) -> None:
+def untie_(modules: Mapping[str, nn.Module], name: str) -> None:
     """Give the parameter of a name a tensor that it does not share."""
     path, _, leaf = name.rpartition(".")
-    module = plain_modules(model, remove_duplicate=False).get(path)
+    module = modules.get(path)
     tensor = None if module is None else module._parameters.get(leaf)
     if module is None or tensor is None:
         raise ModelError(f"the model must have a parameter {name!r}, as the saved one has")

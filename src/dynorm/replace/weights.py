@@ -7,6 +7,7 @@ The checksums are not saved with the model, but copied and pickled with its modu
 
 import zlib
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +48,13 @@ def forget_weights_(model: nn.Module) -> None:
         module.__dict__.pop(_RECORD, None)
 
 
-def renew_weights_(model: nn.Module) -> None:
-    """Take the present weights as those of the conversion, after an exact edit by dynorm."""
+@contextmanager
+def exact_edit(model: nn.Module) -> Iterator[None]:
+    """Take the weights after an edit as those of the conversion, if those before it were."""
+    was_changed = bool(changed_weights(model))
+    yield
+    if was_changed:
+        return
     is_recorded = any(_RECORD in module.__dict__ for module in model.modules())
     for module in model.modules():
         module.__dict__.pop(_RECORD, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -20,22 +20,8 @@ _POINTS = 8
 _WORTH = 0.1
 
 
-def advice(report: Any) -> list[str]:
-    """Return a few sentences on a ModelReport: which sites to keep, and whether to train longer."""
-    sentences = []
-    about_sites = _about_sites(report.sites)
-    if about_sites:
-        sentences.append(about_sites)
-    stage = report.meta.get("stages", {}).get("distill", {})
-    about_steps = _about_steps(stage)
-    if about_steps:
-        sentences.append(about_steps)
-    return sentences
-
-
-def _about_sites(sites: Sequence[Any]) -> str:
+def about_sites(errors: Mapping[str, float]) -> str:
     """Return a sentence about the sites with the largest errors, or "" if there are too few."""
-    errors = {site.path: site.error_now for site in sites if site.error_now is not None}
     if len(errors) < 2:
         return ""
     middle = median(errors.values())
@@ -59,7 +45,7 @@ def _about_sites(sites: Sequence[Any]) -> str:
     )
 
 
-def _about_steps(stage: Mapping[str, Any]) -> str:
+def about_steps(stage: Mapping[str, Any]) -> str:
     """Return a sentence about the loss curve of a distillation, or "" if it is too short."""
     losses = stage.get("losses", ())
     if len(losses) < _POINTS or not stage.get("kept", True):

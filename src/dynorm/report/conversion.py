@@ -38,7 +38,6 @@ def measure(
     original: nn.Module | None = None,
     fit_on: Iterable[Batch] | None = None,
     seed: int = 0,
-    points: int = 1500,
     meta: Mapping[str, object] | None = None,
 ) -> ModelReport:
     """Measure the loss of a converted model, on batches that its constants were not fitted on.
@@ -71,14 +70,12 @@ def measure(
             measured on ``batches``. If None, they are fitted on the first half of each batch's
             tokens and measured on the second.
         seed: seed of the sampled points.
-        points: how many points to sample for the picture of a site.
         meta: facts to show with the figures, such as recipe and seeds.
 
     Returns:
         A report with one row per site.
 
     Raises:
-        ArgumentError: ``points`` is not positive.
         ModelError: the model has no point-wise layer, or ``original`` lacks its norms; or without
             ``original`` no norm is known (a loaded model), or other weights have changed since the
             conversion.
@@ -100,7 +97,7 @@ def measure(
     default = warn_of_defaults(model)
     if original is not None:
         require_plain_model(original)
-    measurement = _Measurement(model, original, OutputComparison(output), seed, points)
+    measurement = _Measurement(model, original, OutputComparison(output), seed)
     with undisturbed(nn.ModuleList([model, measurement.original]), evaluate=True):
         for batch, share in batches_with_shares(iterate(batches), fit_on):
             measurement.add(batch, share)
@@ -137,7 +134,6 @@ class _Measurement:
         original: nn.Module | None,
         comparison: OutputComparison,
         seed: int,
-        points: int,
     ) -> None:
         self.model = model
         self.comparison = comparison
@@ -163,7 +159,7 @@ class _Measurement:
         self.sites: dict[PointwiseNorm, _LayerStats] = {}
         for path, layer in layers.items():
             if layer in compared:
-                self.sites[layer] = _LayerStats(path, layer, seed, points)
+                self.sites[layer] = _LayerStats(path, layer, seed)
 
     def add(self, batch: Batch, share: float) -> None:
         """Add a batch, with the share of its tokens to fit on; with 1 only the original is run."""
@@ -251,18 +247,16 @@ class _SumFit:
 
     def error(self) -> float:
         """Return the error with the best factor, between 0 and 1."""
-        if not self._squares:
-            return 1.0
         return 1 - self._ratios * self._ratios / (self._squares * self._weights)
 
 
 class _LayerStats(SiteStats):
     """The sums of a layer's inputs and outputs, and of those of the norm that it replaced."""
 
-    def __init__(self, path: str, layer: PointwiseNorm, seed: int, points: int) -> None:
+    def __init__(self, path: str, layer: PointwiseNorm, seed: int) -> None:
         replaced = replaced_by(layer)
         assert replaced is not None
-        super().__init__(replace(replaced.site, path=path), seed + replaced.site.order, points)
+        super().__init__(replace(replaced.site, path=path), seed + replaced.site.order)
         self.layer = layer
         self.why = replaced.why
         self._outputs = 0
@@ -319,10 +313,6 @@ class _LayerStats(SiteStats):
     def report(self) -> SiteReport:
         """Return the row."""
         layer = self.layer
-        fit = self.fit()
-        figures = self.figures()
-        for name, error in fit.errors.items():
-            figures[f"error_{name}"] = error
         center = None
         if layer.center is not None:
             center = float(layer.center.detach().median())
@@ -333,7 +323,7 @@ class _LayerStats(SiteStats):
         if self._outputs:
             saturated = self._saturated / self._outputs
         return SiteReport(
-            **figures,
+            **self.figures(),
             layer=NAMES.get(type(layer), type(layer).__name__),
             error_now=self._output_error(),
             beta=float(layer.beta().detach().median()),
@@ -344,7 +334,7 @@ class _LayerStats(SiteStats):
             explained=self._explained(),
             why=self.why,
             sums=self._drawn_sums.points(),
-            fit=fit,
+            fit=self.fit(),
         )
 
     def _output_error(self) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch import nn
@@ -46,7 +45,7 @@ def costs(original: nn.Module, model: nn.Module, batch: Batch) -> dict[str, dict
     return found
 
 
-def _seconds(model: nn.Module, batch: Any) -> float:
+def _seconds(model: nn.Module, batch: Batch) -> float:
     device = next(model.parameters()).device
     begun = time.perf_counter()
     with torch.no_grad():

@@ -18,6 +18,7 @@ from dynorm.report.records import InspectedSite, InspectionReport
 from dynorm.report.sizes import LargeToken
 from dynorm.report.stats import (
     FUNCTIONS,
+    LogSums,
     OutlierFit,
     Reservoir,
     SiteStats,
@@ -43,7 +44,6 @@ def inspect_norms(
     sites: Sequence[NormSite] | None = None,
     fit_on: Iterable[Batch] | None = None,
     seed: int = 0,
-    points: int = 1500,
     meta: Mapping[str, object] | None = None,
     decode: Callable[[int], str] | None = None,
 ) -> InspectionReport:
@@ -65,7 +65,6 @@ def inspect_norms(
             first batch.
         fit_on: as for :func:`measure`.
         seed: seed of the samples.
-        points: how many points to keep for the picture of a site.
         meta: facts to show with the figures.
         decode: a function from a number of ``input_ids`` to its text, to name the largest tokens.
 
@@ -73,7 +72,6 @@ def inspect_norms(
         A report with one row per site.
 
     Raises:
-        ArgumentError: ``points`` is not positive.
         ModelError: the model has no norm (it may be converted already).
         DataError: there is no batch, one is of the wrong kind, the model cannot run it, it reaches
             no norm, or an activation is not finite.
@@ -94,7 +92,7 @@ def inspect_norms(
         args, kwargs = arguments(model, first)
         sites = find_norms(model, *args, **kwargs)
         remaining = chain([first], remaining)
-    watched = _watched(model, sites, seed, points)
+    watched = _watched(model, sites, seed)
     measured = 0
     with undisturbed(model, evaluate=True):
         for batch, share in batches_with_shares(remaining, fit_on):
@@ -124,8 +122,8 @@ def inspect_norms(
 class _NormStats(SiteStats):
     """The statistics of a norm and of its outliers."""
 
-    def __init__(self, site: NormSite, seed: int, points: int) -> None:
-        super().__init__(site, seed, points)
+    def __init__(self, site: NormSite, seed: int) -> None:
+        super().__init__(site, seed)
         self.outliers = Outliers(site, seed)
 
     def see(self, x: Tensor, batch: Batch, share: float) -> Tensor:
@@ -148,9 +146,7 @@ class _NormStats(SiteStats):
         return InspectedSite(**figures, outliers=outliers, core=core)
 
 
-def _watched(
-    model: nn.Module, sites: Sequence[NormSite], seed: int, points: int
-) -> dict[nn.Module, _NormStats]:
+def _watched(model: nn.Module, sites: Sequence[NormSite], seed: int) -> dict[nn.Module, _NormStats]:
     """Return the statistics of each norm of more than one channel, by its module."""
     usable = []
     for site in sites:
@@ -168,7 +164,7 @@ def _watched(
     for site in usable:
         if site.path not in modules:
             raise ModelError(f"the sites must be those of this model, but it has no {site.path!r}")
-        watched[modules[site.path]] = _NormStats(site, seed + site.order, points)
+        watched[modules[site.path]] = _NormStats(site, seed + site.order)
     return watched
 
 
@@ -182,10 +178,8 @@ class Outliers:
         self.site = site
         self._fitted = Reservoir(_KEPT, seed)
         self._held_out = Reservoir(_KEPT, seed + 1)
-        # Sums of the logarithm of the constant that each held-out outlier would need.
-        self._count = 0
-        self._log_sum = 0.0
-        self._log_square_sum = 0.0
+        # Of the constant that each held-out outlier would need.
+        self._log_betas = LogSums()
         # The largest distance of DyISRU with these constants from the norm.
         self._exact = 0.0
 
@@ -193,10 +187,7 @@ class Outliers:
         """Add tokens (tokens, C); the functions are fitted on the first ``fitted`` of them."""
         self._add(self._fitted, x[:fitted])
         beta = self._add(self._held_out, x[fitted:])
-        log_beta = beta.clamp_min(torch.finfo(beta.dtype).tiny).log()
-        self._count += len(log_beta)
-        self._log_sum += float(log_beta.sum())
-        self._log_square_sum += float(log_beta.square().sum())
+        self._log_betas.add(beta.clamp_min(torch.finfo(beta.dtype).tiny).log())
 
     def fit(self, scale: float, center: float) -> OutlierFit:
         """Fit each function by least squares and measure it; both on all if one half has none.
@@ -206,25 +197,19 @@ class Outliers:
         """
         fitted = self._fitted or self._held_out
         held_out = self._held_out or self._fitted
-        x, y = torch.tensor(fitted.points(), dtype=torch.float64, device="cpu")
+        x, y = fitted.tensors()
         # A line through the centre, with slope scale / sqrt(beta), through the typical outlier.
         inverse_slopes = (x - center).square() / y.square().clamp_min(1e-12)
         start = float(inverse_slopes.median().clamp_min(1e-12)) * scale**2
         fit = core_fit(fitted, held_out, center, scale, start)
-        x, y = torch.tensor(held_out.points(), dtype=torch.float64, device="cpu")
-        residuals = {}
-        for name, function in FUNCTIONS.items():
-            beta = torch.tensor(fit.betas[name], dtype=torch.float64, device="cpu")
-            residuals[name] = float((function(x, beta, center, scale) - y).abs().mean())
-        count = max(self._count, 1)
-        log_mean = self._log_sum / count
-        log_variance = max(self._log_square_sum / count - log_mean * log_mean, 0.0)
+        x, y = held_out.tensors()
+        residuals = {name: float((fit.curve(name, x) - y).abs().mean()) for name in FUNCTIONS}
         step = max(1, len(x) // _DRAWN)
         return OutlierFit(
             fit=fit,
             residuals=residuals,
-            beta=math.exp(log_mean),
-            beta_spread=math.sqrt(log_variance),
+            beta=math.exp(self._log_betas.mean()),
+            beta_spread=self._log_betas.deviation(),
             exact=self._exact,
             points=(x[::step].tolist(), y[::step].tolist()),
         )

@@ -118,9 +118,8 @@ def draw(
         axes.axhline(bound, color=colors["soft"], linewidth=0.8, linestyle=_DASHED)
     _draw_dots(axes, outlier_x, outlier_y, colors["outlier"])
     curve = knee * torch.linspace(left, right, 121, dtype=torch.float64, device="cpu").sinh()
-    for name, function in FUNCTIONS.items():
-        beta = torch.tensor(fit.betas[name], dtype=torch.float64, device="cpu")
-        y = function(curve, beta, 0.0, fit.scale)
+    for name in FUNCTIONS:
+        y = fit.curve(name, curve + fit.center)
         axes.plot(
             curve.tolist(), y.tolist(), color=colors[name], linewidth=1.5, linestyle=_STYLES[name]
         )

@@ -7,21 +7,17 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
-from dynorm.errors import require_library
 from dynorm.family import FAMILY
 from dynorm.files import write_text
-from dynorm.report.advice import advice
+from dynorm.report.advice import about_sites, about_steps
 from dynorm.report.columns import CONVERSION, INSPECTION, SiteColumn, constant
 from dynorm.report.output import OutputReport
 from dynorm.report.rendering import digits, rendered, table_html, wins
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
-from dynorm.table import WIDTH, NotTheModel, Table, plain
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from dynorm.table import WIDTH, JsonObject, NotTheModel, Table, plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +55,7 @@ class MeasuredSite:
     sizes: TokenSizes = field(repr=False)
     picture: Picture = field(repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the row as plain values, without the sampled points."""
         return asdict(self, dict_factory=_without_points)
 
@@ -79,9 +75,9 @@ class Report(NotTheModel):
     sites: Sequence[MeasuredSite]
     batches: int
     unreached: list[str] = field(default_factory=list)
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: JsonObject = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the report as plain values for JSON, without the sampled points; None for NaN."""
         values = asdict(self) | {"sites": [site.to_dict() for site in self.sites]}
         return {name: plain(value) for name, value in values.items()}
@@ -119,17 +115,6 @@ class Report(NotTheModel):
         """
         write_text(path, rendered(f"{self._template}.html", report=self))
 
-    def to_dataframe(self) -> "DataFrame":
-        """Return the sites as a ``pandas.DataFrame``, one row per site; nested names have dots.
-
-        Raises:
-            ArgumentError: pandas is not installed.
-        """
-        require_library("pandas", "a data frame", "pandas")
-        from pandas import json_normalize
-
-        return json_normalize(self.to_dict()["sites"])
-
     def __str__(self) -> str:
         """Return the report as a table of 80 columns."""
         return str(self.table())
@@ -161,11 +146,6 @@ class SiteReport(MeasuredSite):
 
     Args:
         layer: the layer that replaced the norm: "dyisru", "dyt", "derf" or "linear".
-        error_linear: the relative error ``|y - f| / |y|`` of ``f = scale / sqrt(beta) (x - c)``
-            over all held-out tokens and channels, with one beta and the centre c fitted on other
-            tokens.
-        error_dyt: the same of ``scale tanh((x - c) / sqrt(beta))``.
-        error_dyisru: the same of ``scale (x - c) / sqrt(beta + (x - c)^2)``.
         error_now: the error of the layer in the converted model against the norm in the original:
             root of the squared distance of their outputs over that of the norm's outputs from their
             channel's mean. 1 is as bad as a constant. None if the two cannot be paired.
@@ -180,13 +160,13 @@ class SiteReport(MeasuredSite):
             explains, up to a factor: 0 is no more than a constant explains, 1 is all.
         why: why ``to="auto"`` chose the layer; empty if the caller chose it.
         sums: ``beta + sum g u^2`` and the norm's own sum of some tokens.
-        fit: the curves that the three errors of the core belong to.
+        fit: the curves, fitted to the core on some tokens. ``fit.errors`` has the relative error
+            ``|y - f| / |y|`` of each over all other tokens and channels: "linear" is
+            ``scale / sqrt(beta) (x - c)``, "dyt" is ``scale tanh((x - c) / sqrt(beta))``, and
+            "dyisru" is ``scale (x - c) / sqrt(beta + (x - c)^2)``.
     """
 
     layer: str
-    error_linear: float
-    error_dyt: float
-    error_dyisru: float
     error_now: float | None
     beta: float
     center: float | None
@@ -198,7 +178,7 @@ class SiteReport(MeasuredSite):
     sums: tuple[list[float], list[float]] = field(repr=False)
     fit: CoreFit = field(repr=False)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the row as plain values, with the picture's bars but without sampled points."""
         return super().to_dict() | {"bins": [asdict(interval) for interval in self.picture.bins]}
 
@@ -262,7 +242,7 @@ class ModelReport(Report):
     def falls(self) -> list[str]:
         """Return a sentence for each stage that is kept although the held-out figure got worse."""
         sentences = []
-        before: dict[str, Any] = {}
+        before: JsonObject = {}
         for name, title in _STAGES.items():
             stage = self.meta.get("stages", {}).get(name, {})
             after = stage.get("output", {})
@@ -279,7 +259,9 @@ class ModelReport(Report):
 
     def advice(self) -> list[str]:
         """Return the recommendation: which norms to keep, and whether more steps would help."""
-        return advice(self)
+        errors = {site.path: site.error_now for site in self.sites if site.error_now is not None}
+        training = self.meta.get("stages", {}).get("distill", {})
+        return [words for words in (about_sites(errors), about_steps(training)) if words]
 
     def __str__(self) -> str:
         """Return the report as a table of 80 columns, with the recommendation below."""
@@ -341,7 +323,7 @@ class InspectedSite(MeasuredSite):
         """Return whether DyISRU's residual on outliers is below DyT's, as the paper claims."""
         return self.outliers.residuals["dyisru"] < self.outliers.residuals["dyt"]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the row as plain values, without the sampled points."""
         return super().to_dict() | {"alpha": self.alpha, "beta": self.beta, "holds": self.holds}
 
@@ -364,7 +346,7 @@ class InspectionReport(Report):
     sites: list[InspectedSite]
     refused: dict[str, str] = field(default_factory=dict)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> JsonObject:
         """Return at how many sites the paper's claim holds, and by how much."""
         ratios = [site.ratio for site in self.sites]
         core = [site.core.errors for site in self.sites]
@@ -382,7 +364,7 @@ class InspectionReport(Report):
             "massive": [site.path for site in self.sites if site.sizes.massive],
         }
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the report as plain values for JSON, without the sampled points."""
         return super().to_dict() | {"summary": plain(self.summary())}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks
-from dynorm.errors import ArgumentError, DataError
+from dynorm.errors import DataError
 from dynorm.family import FAMILY
 from dynorm.report.sizes import SizeStats, token_places
 from dynorm.site import NormSite
@@ -26,6 +26,8 @@ _SIGMAS_PER_OCTAVE = 64
 _OCTAVES = 128
 # The axis of the picture is linear up to here and logarithmic beyond, in typical sigmas.
 PICTURE_KNEE = 2.0
+# The number of points that are sampled for a picture.
+_POINTS = 1500
 # The most error bars of a picture, and the fewest values behind each.
 _BARS = 25
 _LEAST_VALUES = 8
@@ -70,6 +72,12 @@ class CoreFit:
     center: float  # the mean of the activations if the norm centres, else 0
     betas: dict[str, float]  # the constant of each by least squares
     errors: dict[str, float]  # the relative error of each on the held-out tokens
+
+    def curve(self, name: str, x: Tensor) -> Tensor:
+        """Return one of the fitted functions of some inputs."""
+        beta = torch.tensor(self.betas[name], dtype=torch.float64, device="cpu")
+        y: Tensor = FUNCTIONS[name](x, beta, self.center, self.scale)
+        return y
 
 
 @dataclass(frozen=True)
@@ -230,16 +238,45 @@ class Reservoir:
 
     def error(self, name: str, betas: Tensor, center: float, scale: float) -> Tensor:
         """Return ``|y - f| / |y|`` for each beta of one of :data:`FUNCTIONS`."""
-        x, y = torch.tensor(self.points(), dtype=torch.float64, device="cpu")
+        x, y = self.tensors()
         x = x.expand(len(betas), -1)
         residual = FUNCTIONS[name](x, betas[:, None], center, scale) - y
         error: Tensor = residual.norm(dim=1) / y.norm().clamp_min(1e-300)
         return error
 
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return the sample, sorted by x, as two tensors on the CPU."""
+        order = self._x.argsort()
+        return self._x[order].cpu(), self._y[order].cpu()
+
     def points(self) -> tuple[list[float], list[float]]:
         """Return the sample, sorted by x, as two lists."""
-        order = self._x.argsort()
-        return self._x[order].tolist(), self._y[order].tolist()
+        x, y = self.tensors()
+        return x.tolist(), y.tolist()
+
+
+class LogSums:
+    """The mean and the deviation of the natural logarithms of some numbers."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sum = 0.0
+        self._square_sum = 0.0
+
+    def add(self, logarithms: Tensor) -> None:
+        """Add logarithms in float64."""
+        self.count += len(logarithms)
+        self._sum += float(logarithms.sum())
+        self._square_sum += float(logarithms.square().sum())
+
+    def mean(self) -> float:
+        """Return the mean; 0 if there are none."""
+        return self._sum / max(self.count, 1)
+
+    def deviation(self) -> float:
+        """Return the standard deviation."""
+        mean = self.mean()
+        return math.sqrt(max(self._square_sum / max(self.count, 1) - mean * mean, 0.0))
 
 
 def core_fit(
@@ -283,20 +320,20 @@ def _best_beta(error: Callable[[Tensor], Tensor], start: float) -> Tensor:
 class SiteStats:
     """The running statistics of one norm's inputs in the original model, with sampled points."""
 
-    def __init__(self, site: NormSite, seed: int, points: int) -> None:
-        if points < 1:
-            raise ArgumentError(f"points must be at least 1, got {points}")
+    def __init__(self, site: NormSite, seed: int) -> None:
         self.site = site
-        self.tokens = 0
         channels = math.prod(site.normalized_shape)
         self.scale = math.sqrt(channels if site.kind == "rmsnorm" else max(channels - 1, 1))
         self._seed = seed
-        self._points = points
         self._sizes = SizeStats(site)
         self._peak = 0.0
         self._core_peak = 0.0
-        self._log_sum = 0.0
-        self._log_square_sum = 0.0
+        self._log_sigmas = LogSums()
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens so far, without those that only the functions were fitted to."""
+        return self._log_sigmas.count
 
     def see(self, x: Tensor, batch: Batch, share: float) -> Tensor:
         """Add an input of the norm, and return its tokens (tokens, C) without padding.
@@ -330,7 +367,7 @@ class SiteStats:
         unit = float(sigma.double().log().mean().exp())
         self.fitted = Histogram(origin, unit, x.device)
         self.held_out = Histogram(origin, unit, x.device)
-        self.sample = Reservoir(self._points, self._seed, x.device)
+        self.sample = Reservoir(_POINTS, self._seed, x.device)
         self._sigmas = torch.zeros(
             2 * _OCTAVES * _SIGMAS_PER_OCTAVE, dtype=torch.long, device=x.device
         )
@@ -354,10 +391,8 @@ class SiteStats:
         self, x: Tensor, sigma: Tensor, y: Tensor, deviation: Tensor, places: Tensor
     ) -> None:
         self._sizes.add(x, sigma, y, places)
-        self.tokens += len(sigma)
         log_sigma = sigma.double().log()
-        self._log_sum += float(log_sigma.sum())
-        self._log_square_sum += float(log_sigma.square().sum())
+        self._log_sigmas.add(log_sigma)
         index = ((log_sigma / math.log(2) + _OCTAVES) * _SIGMAS_PER_OCTAVE).long()
         self._sigmas += torch.bincount(
             index.clamp(0, len(self._sigmas) - 1), minlength=len(self._sigmas)
@@ -374,9 +409,7 @@ class SiteStats:
 
     def figures(self) -> dict[str, Any]:
         """Return the fields of :class:`dynorm.report.records.MeasuredSite`."""
-        log_mean = self._log_sum / self.tokens
-        log_variance = max(self._log_square_sum / self.tokens - log_mean * log_mean, 0.0)
-        typical = math.exp(log_mean)
+        typical = math.exp(self._log_sigmas.mean())
         x, y = self.sample.points()
         return {
             "path": self.site.path,
@@ -385,7 +418,7 @@ class SiteStats:
             "tokens": self.tokens,
             "outlier": self._core_peak,
             "outlier_site": self._peak / typical,
-            "sigma_spread": math.sqrt(log_variance),
+            "sigma_spread": self._log_sigmas.deviation(),
             "sigma_range": self._quantile(0.99) / self._quantile(0.01),
             "sizes": self._sizes.report(self._quantile(0.5)),
             "picture": Picture(x, y, self.held_out.bins(_BARS, _LEAST_VALUES), typical),

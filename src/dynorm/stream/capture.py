@@ -19,8 +19,7 @@ from torch.fx import Node
 
 from dynorm.batches import Inputs
 from dynorm.errors import DynormError, ModelError
-from dynorm.site import NormSite
-from dynorm.stream.graph import Graph, Owner, Slot, leaves, packet
+from dynorm.stream.graph import Owner, Slot, leaves, norm_index, packet
 from dynorm.stream.tensors import held_tensors, mapped, tensors_in
 
 if TYPE_CHECKING:
@@ -40,35 +39,44 @@ def _(x: Tensor, index: int) -> Tensor:
     return torch.empty_like(x)
 
 
-def capture(model: nn.Module, norms: Mapping[int, NormSite], example: Inputs, untie: bool) -> Graph:
-    """Trace one call of a model and return its graph; the caller undoes all changes of the model.
+class Graph:
+    """The graph of one call of a model, with all its parameters and buffers.
 
-    That is, call it inside ``undisturbed(model, attributes=True)``. Sizes are those of the example,
-    and code that the example does not run is not in the graph. Each of the ``norms``, by index,
-    becomes one node, ``norm_call(x, index)``. With ``untie``, each owner of a tied parameter may get a tensor
-    that it does not share.
+    The caller undoes all changes of the model: trace it inside
+    ``undisturbed(model, attributes=True)``. Sizes are those of the example, and code that the
+    example does not run is not in the graph. Each of the ``norms``, by index, becomes one node,
+    ``norm_call(x, index)``. With ``untie``, each owner of a tied parameter may get a tensor that it
+    does not share.
     """
-    owners = _owners(model)
-    overlapping = _overlapping(model)
-    separable = {tensor: held for tensor, held in owners.items() if tensor not in overlapping}
-    _show_owners_(separable)
-    hidden = {index: model.get_submodule(site.path) for index, site in norms.items()}
-    _hide_norms_(hidden)
-    try:
-        with _silent():
-            program = _exported(_Flat(model, example))
-    except DynormError:
-        raise
-    # torch.export raises many kinds of errors, and passes on those of the model's code.
-    except Exception as error:
-        raise _not_traceable(error) from error
-    placeholders = _placeholders(program)
-    slots: list[Slot] = []
-    for tensor, holders in owners.items():
-        nodes = {owner: _nodes_of(owner, placeholders) for owner in holders}
-        slots += _slots(tensor, nodes, tensor in overlapping, untie)
-    _fix_parts_of(hidden.values(), slots)
-    return Graph(program.graph.nodes, slots)
+
+    def __init__(
+        self, model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, untie: bool
+    ) -> None:
+        owners = _owners(model)
+        overlapping = _overlapping(model)
+        separable = {tensor: held for tensor, held in owners.items() if tensor not in overlapping}
+        _show_owners_(separable)
+        _hide_norms_(norms)
+        try:
+            with _silent():
+                program = _exported(_Flat(model, example))
+        except DynormError:
+            raise
+        # torch.export raises many kinds of errors, and passes on those of the model's code.
+        except Exception as error:
+            raise _not_traceable(error) from error
+        placeholders = _placeholders(program)
+        self.slots: list[Slot] = []
+        for tensor, holders in owners.items():
+            nodes = {owner: _nodes_of(owner, placeholders) for owner in holders}
+            self.slots += _slots(tensor, nodes, tensor in overlapping, untie)
+        _fix_parts_of(norms.values(), self.slots)
+        # The calls of each norm, by the index of the norm.
+        self.calls: dict[int, list[Node]] = {}
+        for node in program.graph.nodes:
+            index = norm_index(node)
+            if index is not None:
+                self.calls.setdefault(index, []).append(node)
 
 
 def _owners(model: nn.Module) -> Owners:

@@ -4,7 +4,7 @@ A *value* is a node whose result is a tensor.
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -87,6 +87,11 @@ class Slot:
 
     def __post_init__(self) -> None:
         """Find all uses of it, and let its placeholders know it."""
+        # Whether the state dict has it, as floating-point numbers.
+        self.is_saved = self.tensor.is_floating_point()
+        for owner in self.owners:
+            if owner.name in owner.module._non_persistent_buffers_set:
+                self.is_saved = False
         self.leaves: set[Leaf] = set()
         for node in self.nodes:
             self.leaves |= leaves(node)
@@ -97,30 +102,9 @@ class Slot:
         """Return the first name in the model."""
         return str(self.owners[0])
 
-    @property
-    def is_saved(self) -> bool:
-        """Return whether the state dict has it, as floating-point numbers."""
-        for owner in self.owners:
-            if owner.name in owner.module._non_persistent_buffers_set:
-                return False
-        return self.tensor.is_floating_point()
-
     def double(self) -> Tensor:
         """Return a copy in float64, in which all new values are computed."""
         return double(self.tensor).clone()
-
-
-class Graph:
-    """The traced graph of a model, with all its parameters and buffers."""
-
-    def __init__(self, nodes: Iterable[Node], slots: Sequence[Slot]) -> None:
-        self.slots = slots
-        # The calls of each norm, by the index of the norm.
-        self.calls: dict[int, list[Node]] = {}
-        for node in nodes:
-            index = norm_index(node)
-            if index is not None:
-                self.calls.setdefault(index, []).append(node)
 
 
 def norm_index(node: Node) -> int | None:
@@ -167,7 +151,7 @@ def rank_of(node: Node) -> int:
     return int(node.meta["val"].dim())
 
 
-def is_tensor(node: Any) -> TypeGuard[Node]:
+def is_tensor(node: object) -> TypeGuard[Node]:
     """Return whether something is a node whose value is one tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
 

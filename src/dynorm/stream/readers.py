@@ -33,7 +33,7 @@ def readers_of(calls: Sequence[Node], dim: int) -> Readers:
                 continue
             seen.add((value, axis))
             # Another norm is the least helpful reason for a refusal, so norms come last.
-            for user in sorted(users(value), key=_is_norm):
+            for user in sorted(users(value), key=lambda user: norm_index(user) is not None):
                 if user.op == "output":
                     raise RefusedError("the model returns it")
                 to = carried(user, value, axis)
@@ -53,10 +53,6 @@ def readers_of(calls: Sequence[Node], dim: int) -> Readers:
     except RefusedError as refusal:
         readers.refused = str(refusal)
     return readers
-
-
-def _is_norm(node: Node) -> bool:
-    return norm_index(node) is not None
 
 
 def shared_readers(reads: Iterable[Read], uses: Mapping[Leaf, Read]) -> str | None:

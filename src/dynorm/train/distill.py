@@ -58,7 +58,6 @@ class DistillationReport(Plain):
         lr: the highest learning rate.
         seconds: how long it took.
         samples: how many samples were seen, repeats counted.
-        last_loss: the last loss that the Trainer logged.
         loss_before: the loss of the first batches before training; it can be negative. None for an
             annealed model, because it is still a norm then.
         loss_after: the same after training.
@@ -72,7 +71,6 @@ class DistillationReport(Plain):
     lr: float
     seconds: float
     samples: int
-    last_loss: float | None
     loss_before: float | None = None
     loss_after: float | None = None
     kept: bool = True
@@ -307,7 +305,6 @@ def distill_(
         lr=lr,
         seconds=seconds,
         samples=samples,
-        last_loss=losses[-1][1] if losses else None,
         loss_before=loss_before,
         loss_after=loss_after,
         kept=kept,

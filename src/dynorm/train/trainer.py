@@ -248,8 +248,8 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         self,
         model: nn.Module,
         inputs: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> Tensor:
         """Return the loss of a batch in eval mode."""
         # The Trainer turns dropout on; here it would only be noise between teacher and student.
