@@ -80,13 +80,45 @@ def test_the_original_stays_the_same_function() -> None:
     torch.testing.assert_close(model(ids), before)
 
 
-def test_a_writer_that_is_not_linear_keeps_the_means_with_the_reason() -> None:
-    model = stream(bent=True)
-    report = dynorm.convert_model(model, batches(), fold_means=True, refine=0)
+def test_means_that_cannot_leave_the_stream_go_into_the_readers() -> None:
+    errors = {}
+    for fold_means in (True, False):
+        model = stream(bent=True)
+        report = dynorm.convert_model(model, batches(), fold_means=fold_means, refine=0)
+        errors[fold_means] = 1 - report.output.cosine_mean
+        if fold_means:
+            stage = report.meta["stages"]["fold_means"]
+            assert (stage["folded"], stage["in_readers"], stage["refused"]) == (0, 3, [])
+            for reader in (*model.blocks, model.head):
+                assert float(reader.weight.detach().mean(1).abs().max()) < 1e-6
+        assert all(isinstance(norm, PointwiseNorm) for norm in model.norms)
+    assert errors[True] < 0.7 * errors[False]
+
+
+def test_the_original_with_centred_readers_stays_the_same_function() -> None:
+    model, (ids, *_) = stream(bent=True).double(), batches()
+    with torch.no_grad():
+        for norm in model.norms:
+            norm.weight.uniform_(0.5, 2.0)
+            norm.bias.uniform_(-1.0, 1.0)
+    before = model(ids)
+    means = fold_means_(model, ids)
+    assert means is not None
+    assert means.in_readers == 3
+    torch.testing.assert_close(model(ids), before, rtol=1e-10, atol=1e-10)
+
+
+def test_a_reader_that_is_not_linear_keeps_the_mean_with_the_reason() -> None:
+    class Returning(Stream):
+        def forward(self, ids: Tensor) -> Tensor:
+            normed: Tensor = self.norms[0](self.table(ids).relu())
+            return normed
+
+    torch.manual_seed(0)
+    report = dynorm.convert_model(Returning().eval(), batches(), fold_means=True, refine=0)
     stage = report.meta["stages"]["fold_means"]
-    assert stage["folded"] == 0
-    assert "not linear" in stage["refused"][0]
-    assert all(isinstance(norm, PointwiseNorm) for norm in model.norms)
+    assert (stage["folded"], stage["in_readers"]) == (0, 0)
+    assert "returns it" in stage["refused"][0]
 
 
 def test_a_model_that_cannot_be_traced_is_converted_with_the_reason() -> None:
