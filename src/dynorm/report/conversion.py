@@ -1,6 +1,7 @@
 """Measure the loss of a converted model on held-out data: of each site, and of its output."""
 
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.batches import Batch, call, iterate, site_tokens, token_masks
+from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
 from dynorm.guard import hooked, require_plain_model, undisturbed
 from dynorm.layers import PointwiseNorm
@@ -23,11 +25,21 @@ from dynorm.replace.original import run_norms
 from dynorm.replace.weights import require_same_weights
 from dynorm.report.output import OutputComparison, OutputReport
 from dynorm.report.records import ModelReport, SiteReport
-from dynorm.report.stats import Reservoir, SiteStats, batches_with_shares, reached_sites
+from dynorm.report.stats import (
+    LogSums,
+    Reservoir,
+    SiteStats,
+    batches_with_shares,
+    reached_sites,
+)
 from dynorm.theory import token_moment
 
 # The number of tokens in the picture of the sums.
 _DRAWN = 400
+# Inputs are unlike those of the fit if their sizes are misjudged this many times as much, and by
+# this much.
+_UNLIKE = 2.0
+_LEAST_UNLIKE = 0.1
 
 
 def measure(
@@ -83,7 +95,8 @@ def measure(
             reaches a layer, or an activation or output is not finite (the message names the site).
 
     Warns:
-        CalibrationWarning: layers have default constants.
+        CalibrationWarning: layers have default constants; or with ``fit_on``, the layers misjudge
+            the sizes of these tokens much more than of those that they were fitted to.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -104,7 +117,31 @@ def measure(
     facts = dict(meta or {})
     if default:
         facts["default_constants"] = len(default)
-    return measurement.report(facts)
+    report = measurement.report(facts)
+    _warn_of_unlike_inputs(report.sites)
+    return report
+
+
+def _warn_of_unlike_inputs(sites: Sequence[SiteReport]) -> None:
+    """Warn if witnesses misjudge the sizes of held-out tokens much more than those of the fit."""
+    unlike = []
+    for site in sites:
+        fitted = site.size_error_fit
+        if not site.witnesses or fitted is None:
+            continue
+        if site.size_error > max(_UNLIKE * fitted, _LEAST_UNLIKE):
+            unlike.append(site)
+    if not unlike:
+        return
+    worst = max(unlike, key=lambda site: site.size_error)
+    warnings.warn(
+        f"the measured inputs must be like those of the fit, but at {len(unlike)} of {len(sites)} "
+        f"sites the layers misjudge the sizes of tokens more than {_UNLIKE:g} times as much, at "
+        f"{worst.path} by {worst.size_error:.0%} instead of {worst.size_error_fit:.0%}: calibrate "
+        "on inputs of this kind too, or with more witnesses",
+        CalibrationWarning,
+        stacklevel=3,
+    )
 
 
 def compare(
@@ -170,10 +207,10 @@ class _Measurement:
         def see_norm(norm: nn.Module, x: Tensor, y: Tensor) -> None:
             site = self.sites[self.layer_of[norm]]
             tokens = site.see(x, batch, share)
+            if len(tokens):
+                site.add_sums(tokens, fit_only)
             if fit_only:
                 return
-            if len(tokens):
-                site.add_sums(tokens)
             # A copy, because the model may later write into its own tensor.
             pending[site.layer].append(site.tokens_of(y, batch).clone())
 
@@ -270,6 +307,9 @@ class _LayerStats(SiteStats):
         # The errors of the sums, as the layer and as a constant predict them.
         self._by_layer = _SumFit()
         self._by_constant = _SumFit()
+        # The logarithms of the predicted sizes over the norm's.
+        self._size_ratios = LogSums()
+        self._size_ratios_of_fit = LogSums()
         self._drawn_sums = Reservoir(_DRAWN, seed + replaced.site.order)
 
     def add_saturation(self, outputs: Tensor) -> None:
@@ -289,7 +329,7 @@ class _LayerStats(SiteStats):
         self._target_square = self._target_square + targets.square().sum(0)
 
     @torch.no_grad()
-    def add_sums(self, x: Tensor) -> None:
+    def add_sums(self, x: Tensor, fit_only: bool) -> None:
         """Compare the norm's sum of tokens (tokens, C) with the layer's, ``beta + sum g u^2``."""
         layer = self.layer
         beta = layer.beta().double().median()
@@ -304,6 +344,11 @@ class _LayerStats(SiteStats):
                 deviation = x - layer.center.double().flatten()
             witnesses = deviation[:, list(layer.witness_channels)]
             layer_sum = layer_sum + witnesses.square() @ layer.log_gain.double().exp()
+        size_ratios = (layer_sum / norm_sum).log() / 2
+        if fit_only:
+            self._size_ratios_of_fit.add(size_ratios)
+            return
+        self._size_ratios.add(size_ratios)
         self._by_layer.add(layer_sum, norm_sum)
         self._by_constant.add(1.0, norm_sum)
         # Large tokens are rare, and are drawn more often.
@@ -319,6 +364,9 @@ class _LayerStats(SiteStats):
         gains: tuple[float, ...] = ()
         if layer.log_gain is not None:
             gains = tuple(layer.log_gain.detach().double().exp().tolist())
+        size_error_fit = None
+        if self._size_ratios_of_fit.count:
+            size_error_fit = self._size_ratios_of_fit.deviation()
         saturated = None
         if self._outputs:
             saturated = self._saturated / self._outputs
@@ -332,6 +380,8 @@ class _LayerStats(SiteStats):
             witnesses=layer.witness_channels,
             gains=gains,
             explained=self._explained(),
+            size_error=self._size_ratios.deviation(),
+            size_error_fit=size_error_fit,
             why=self.why,
             sums=self._drawn_sums.points(),
             fit=self.fit(),

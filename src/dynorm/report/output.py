@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, cross_entropy, kl_div
+from torch.nn.functional import cosine_similarity, cross_entropy
 
 from dynorm.batches import Batch, token_masks
 from dynorm.errors import DataError
@@ -53,6 +53,7 @@ class OutputReport:
         loss_difference: the latter less the former.
         kl: mean Kullback-Leibler divergence of the converted model's prediction from the
             original's, in nats per token.
+        kl_worst: the largest divergence of a single token's prediction.
         accuracy_original: how often the original's likeliest next token is the right one.
         accuracy_now: the same of the converted model.
         agreement: how often both have the same likeliest token, or class.
@@ -76,6 +77,7 @@ class OutputReport:
     loss_now: float | None = None
     loss_difference: float | None = None
     kl: float | None = None
+    kl_worst: float | None = None
     accuracy_original: float | None = None
     accuracy_now: float | None = None
     agreement: float | None = None
@@ -101,6 +103,7 @@ class OutputComparison:
         self._tokens = 0
         # The sums of the figures of _PREDICTED.
         self._predicted = torch.zeros(len(_PREDICTED), dtype=torch.float64, device="cpu")
+        self._worst_divergence = 0.0
         self._same_class: list[Tensor] = []
 
     def add(
@@ -171,6 +174,7 @@ class OutputComparison:
             means = (self._predicted / self._tokens).tolist()
             figures |= dict(zip(_PREDICTED, means, strict=True))
             figures["tokens"] = self._tokens
+            figures["kl_worst"] = self._worst_divergence
             figures["loss_difference"] = figures["loss_now"] - figures["loss_original"]
         return OutputReport(
             kind, len(cosines), float(cosines.mean()), float(least), low, median, **figures
@@ -232,11 +236,15 @@ class OutputComparison:
             self._tokens += len(target)
             p_best = p.argmax(-1)
             q_best = q.argmax(-1)
+            log_p = p.log_softmax(-1)
+            divergences = (log_p.exp() * (log_p - q.log_softmax(-1))).sum(-1)
+            if len(divergences):
+                self._worst_divergence = max(self._worst_divergence, float(divergences.max()))
             # In the order of _PREDICTED.
             sums = [
                 cross_entropy(p, target, reduction="sum"),
                 cross_entropy(q, target, reduction="sum"),
-                kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="sum", log_target=True),
+                divergences.sum(),
                 (p_best == target).sum(),
                 (q_best == target).sum(),
                 (p_best == q_best).sum(),

@@ -158,6 +158,9 @@ class SiteReport(MeasuredSite):
         gains: the weight of the square of each witness.
         explained: share of the variation of the tokens' sums that the layer's ``beta + sum g u^2``
             explains, up to a factor: 0 is no more than a constant explains, 1 is all.
+        size_error: how far that sum misjudges the size of a token: standard deviation of
+            ``ln(sqrt((beta + sum g u^2) / S))``, with S the norm's own sum. 0.05 is 5 %.
+        size_error_fit: the same on the batches ``fit_on``; None without them.
         why: why ``to="auto"`` chose the layer; empty if the caller chose it.
         sums: ``beta + sum g u^2`` and the norm's own sum of some tokens.
         fit: the curves, fitted to the core on some tokens. ``fit.errors`` has the relative error
@@ -174,6 +177,8 @@ class SiteReport(MeasuredSite):
     witnesses: tuple[int, ...]
     gains: tuple[float, ...]
     explained: float
+    size_error: float
+    size_error_fit: float | None
     why: str
     sums: tuple[list[float], list[float]] = field(repr=False)
     fit: CoreFit = field(repr=False)
