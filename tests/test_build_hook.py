@@ -102,3 +102,14 @@ def test_the_source_archive_has_all_that_a_build_needs_and_no_runs_of_the_study(
     for paths, excluded in ((needed, False), (runs, True)):
         for path in paths:
             assert spec.match_file(path.relative_to(ROOT).as_posix()) == excluded, path
+
+
+def test_the_floor_is_the_declared_one() -> None:
+    """``make floor`` takes the lowest versions of all that the library itself imports."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *extras["transformers"], *extras["plots"]]
+    lines = (ROOT / "constraints-floor.txt").read_text("utf-8").splitlines()
+    for requirement in requirements:
+        name, lowest = requirement.split(">=")
+        assert f"{name}=={lowest}.*" in lines

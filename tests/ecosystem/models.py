@@ -82,6 +82,14 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **SPECIAL)
 
 
+def checkpoint_activations(model: Any, **options: Any) -> None:
+    """Recompute activations in the backward pass; transformers 5.0 calls it gradient checkpointing."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(options or None)
+    else:
+        model.gradient_checkpointing_enable(options or None)
+
+
 def saved(model: Any, folder: Path) -> Path:
     """A folder with the model and its tokenizer."""
     dynorm.save(model, folder)

@@ -17,6 +17,7 @@ import dynorm
 from tests.ecosystem.models import (
     VOCABULARY,
     bert,
+    checkpoint_activations,
     converted,
     first,
     gpt2,
@@ -81,10 +82,14 @@ def test_the_trainer_ends_with_the_best_model(tmp_path: Path) -> None:
 
 def test_the_trainer_with_checkpointed_activations_takes_the_same_steps(tmp_path: Path) -> None:
     found = []
+    fields = TrainingArguments.__dataclass_fields__
+    option = "activation_checkpointing"
+    if option not in fields:
+        option = "gradient_checkpointing"
     for checkpointing in (False, True):
         torch.manual_seed(0)
         model = llama()
-        run = trainer(model, tmp_path, save_strategy="no", activation_checkpointing=checkpointing)
+        run = trainer(model, tmp_path, save_strategy="no", **{option: checkpointing})
         run.train()
         found.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
     assert found[0] == pytest.approx(found[1], rel=1e-6)
@@ -194,7 +199,7 @@ def test_gradient_checkpointing_changes_no_gradient(name: str, use_reentrant: bo
     found = []
     for on in (False, True):
         if on:
-            model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+            checkpoint_activations(model, use_reentrant=use_reentrant)
             model.enable_input_require_grads()
         model.zero_grad()
         model(ids(), labels=ids(), use_cache=False).loss.backward()
@@ -214,6 +219,8 @@ def test_a_model_that_initialises_the_weight_of_a_norm_without_one(tmp_path: Pat
     }
     config = transformers.FalconMambaConfig(vocab_size=VOCABULARY, **sizes)
     model = converted(transformers.FalconMambaForCausalLM(config))
+    if not hasattr(model.backbone.layers[0].mixer, "dt_layernorm"):
+        pytest.skip("in this version of transformers the norm is no module")
     assert model.backbone.layers[0].mixer.dt_layernorm.weight is None
     dynorm.save(model, tmp_path / "m")
     loaded = dynorm.load(tmp_path / "m")

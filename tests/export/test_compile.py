@@ -146,7 +146,7 @@ def test_training_step_is_one_graph() -> None:
         return list(torch.autograd.grad(loss, list(model.parameters())))
 
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    assert_close(gradients(compiled), gradients(model), rtol=1e-4, atol=1e-5)
+    assert_close(gradients(compiled), gradients(model), rtol=1e-4, atol=3e-5)
 
 
 def test_symbolic_trace_records_a_call_of_the_layer() -> None:

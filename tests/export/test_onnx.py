@@ -126,6 +126,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2, tor
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_dtypes(dtype: torch.dtype) -> None:
+    if dtype == torch.float64 and torch.__version__.startswith("2.10."):
+        pytest.skip("torch 2.10 cannot promote the types of float64 layers")
     # Of Derf in float64 the next test speaks.
     layers = [
         layer_of(cls, dtype) for cls in LAYERS if (cls, dtype) != (dynorm.Derf, torch.float64)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import RMSNorm, functional
+from transformers import CONFIG_MAPPING
 
 from dynorm.errors import ArgumentError
 from dynorm.fold import FoldReport, fold_
@@ -234,6 +235,8 @@ def test_a_norm_that_is_called_twice_does_not_go_for_itself() -> None:
 
 @pytest.mark.parametrize("kind", ["gemma4_text", "embedding_gemma2_text", "deepseek_v4"])
 def test_models_whose_queries_keys_and_values_all_have_norms_lose_the_one_before(kind: str) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {kind}")
     torch.manual_seed(0)
     model = tiny_model(kind)
     report = fold_(model, **inputs_of(model)[0], redundant=0.1)
@@ -245,6 +248,8 @@ def test_models_whose_queries_keys_and_values_all_have_norms_lose_the_one_before
 
 @pytest.mark.parametrize("kind", ["qwen3", "deepseek_v3"])
 def test_others_have_a_value_or_a_rotated_key_without_one(kind: str) -> None:
+    if kind == "deepseek_v3" and torch.__version__.startswith("2.10."):
+        pytest.skip("torch 2.10 exports the product of its experts only in bfloat16")
     torch.manual_seed(0)
     model = tiny_model(kind)
     report = fold_(model, **inputs_of(model)[0], redundant=0.1)

@@ -567,7 +567,7 @@ TRANSFORMERS_WITNESS_DAMAGES: Damages = {
         r"witnesses'.*config\.json.*\[3, 1\], got \[3, 0\]",
     ),
     "fewer": (
-        lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": [3]}), "lacks.*log_gain",
+        lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": [3]}), "(lacks|shape).*log_gain",
     ),
     "not named": (lambda d: edit_config(d, **{f"{LAYER}__config__witnesses": None}), "have beyond them .*log_gain"),
     "no buffer": (lambda d: edit_weights(d, lambda w: w.pop(INDEX)), f"it lacks {NORM}.witnesses"),

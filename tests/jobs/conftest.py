@@ -23,7 +23,9 @@ FILES = (
     "__future__", "_aix_support", "_bootsubprocess", "_collections_abc", "_compression", "_markupbase", "_osx_support",
     "_py_abc", "_pydecimal",
 )  # fmt: skip
-TEXTS = read_texts(Path(sysconfig.get_path("stdlib"), f"{name}.py") for name in FILES)[:160]
+PATHS = [Path(sysconfig.get_path("stdlib"), f"{name}.py") for name in FILES]
+# Python 3.12 has no _bootsubprocess.
+TEXTS = read_texts(path for path in PATHS if path.exists())[:160]
 # The words and marks of the texts that are most common: a text of unknown words is refused.
 WORDS = [word for word, _ in Counter(re.findall(r"\w+|[^\w\s]+", " ".join(TEXTS))).most_common(250)]
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[EOS]"}

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import dynorm
 from dynorm.train.distill import output_loss
+from tests.ecosystem.models import checkpoint_activations
 
 assert Trainer  # It is imported once, and not by every process.
 # Batches of all ranks, refinement steps, distillation steps.
@@ -146,7 +147,7 @@ def shards(folder: Path) -> Any:
 def recomputed(folder: Path) -> Any:
     """With gradient checkpointing, and accumulation on each rank."""
     model = calibrated()
-    model.activation_checkpointing_enable()
+    checkpoint_activations(model)
     return distilled(model, share(batches()), accumulate=COUNT // dist.get_world_size(), steps=2)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
@@ -16,6 +17,39 @@ from dynorm.kernels._form import Form, FunctionCode, Parameters
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 INF, NAN = float("inf"), float("nan")
+
+
+def every_pair(rows: Iterable[Any], columns: Iterable[Any], cases: Sequence[Any]) -> list[Any]:
+    """Return parameters (row, column, case) that contain every pair of two values, but not every triple.
+
+    Rows and columns have the same number of values, such as four functions and four dtypes, and
+    there are at least as many cases.
+    """
+    rows, columns = list(rows), list(columns)
+    size = len(rows)
+    assert size == len(columns) <= len(cases)
+    chosen = []
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            for k, case in enumerate(cases):
+                # One column for each row and case, and one row for each column and case.
+                if (i + j + k) % size == 0:
+                    label = "-".join(_label(value) for value in (row, column, case))
+                    chosen.append(pytest.param(row, column, case, id=label))
+    return chosen
+
+
+def _label(value: object) -> str:
+    if isinstance(value, FunctionCode):
+        return value.name.lower()
+    if isinstance(value, type):
+        return value.__name__
+    return str(value)
+
+
+def functions_and_dtypes(cases: Sequence[Any]) -> list[Any]:
+    """Return parameters (function, dtype, case) that contain every pair of two values."""
+    return every_pair(FunctionCode, TOLERANCES, cases)
 
 
 def make(

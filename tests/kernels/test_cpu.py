@@ -19,6 +19,7 @@ from tests.kernels.definition import (
     NAN,
     TOLERANCES,
     compare,
+    functions_and_dtypes,
     make,
     require_same_for_all_threads,
 )
@@ -31,9 +32,9 @@ NUMBERS = list(FunctionCode)
 FUNCTIONS = [code.name.lower() for code in FunctionCode]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
-@pytest.mark.parametrize("channels", [1, 3, 7, 16, 17, 33, 64, 1000])
+@pytest.mark.parametrize(
+    ("function", "dtype", "channels"), functions_and_dtypes([1, 3, 7, 16, 17, 33, 64, 1000])
+)
 def test_values_and_gradients(
     instructions: str, function: int, dtype: torch.dtype, channels: int
 ) -> None:
@@ -44,10 +45,11 @@ def test_values_and_gradients(
             compare(Form(function, False, -1.7, channels, inner), x, parameters, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
 @pytest.mark.parametrize(
-    "shape", [(2, 3, 5000), (1, 2, 70001), (40, 129, 49), (300, 4100, 1), (9, 8200, 1)], ids=str
+    ("function", "dtype", "shape"),
+    functions_and_dtypes(
+        [(2, 3, 5000), (1, 2, 70001), (40, 129, 49), (300, 4100, 1), (9, 8200, 1)]
+    ),
 )
 def test_long_inputs(function: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if dtype in (torch.float64, torch.float16) and shape[1] > 4000:
@@ -75,9 +77,9 @@ def test_logarithmic_constants(instructions: str, function: int, per_channel: bo
         )
 
 
-@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
-@pytest.mark.parametrize("parameter_dtype", TOLERANCES, ids=lambda d: f"parameters {d}")
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda d: f"input {d}")
+@pytest.mark.parametrize(
+    ("function", "dtype", "parameter_dtype"), functions_and_dtypes(list(TOLERANCES))
+)
 def test_mixed_dtypes(function: int, dtype: torch.dtype, parameter_dtype: torch.dtype) -> None:
     parameters = make(33, dtype, per_channel=True, everything=True, parameter_dtype=parameter_dtype)
     tolerance = max(TOLERANCES[dtype], TOLERANCES[parameter_dtype])
@@ -375,9 +377,16 @@ def test_accuracy(instructions: str, function: int, constant: float) -> None:
 
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
 @pytest.mark.parametrize(
-    "shape", [(700, 384, 1), (6, 5, 70_000), (3000, 100, 1), (40_000, 16, 1)], ids=str
+    ("shape", "per_channel"),
+    [
+        ((700, 384, 1), False),
+        ((700, 384, 1), True),
+        ((6, 5, 70_000), True),
+        ((3000, 100, 1), False),
+        ((40_000, 16, 1), True),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("per_channel", [False, True])
 def test_threads_change_nothing(function: int, shape: tuple[int, ...], per_channel: bool) -> None:
     parameters = make(shape[1], torch.float32, per_channel=per_channel, everything=True)
     x, grad = torch.randn(shape), torch.randn(shape)

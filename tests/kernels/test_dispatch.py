@@ -6,6 +6,7 @@ import logging
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu, _dispatch, backend
 from dynorm.kernels._form import Form, FunctionCode, Parameters
 from dynorm.layers import PointwiseNorm
+from tests.kernels.definition import TOLERANCES, every_pair
 
 LAYERS = [DyISRU, DyT, Derf, LinearControl]
 FORM = Form(FunctionCode.DYT, False, 1.0, 4, 1)
@@ -99,31 +101,29 @@ def with_gradients(layer: PointwiseNorm, x: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], grad)]
 
 
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"per_channel": True, "center": True},
+    {"elementwise_affine": False},
+    {"witnesses": (47, 3), "center": True},
+    {"witnesses": 1, "elementwise_affine": False},
+    {"witnesses": tuple(range(40, 6, -1)), "center": True},
+    {"witnesses": 17, "elementwise_affine": False},
+]
+
+
 @needs_kernels
 @pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"per_channel": True, "center": True},
-        {"elementwise_affine": False},
-        {"witnesses": (47, 3), "center": True},
-        {"witnesses": 1, "elementwise_affine": False},
-        {"witnesses": tuple(range(40, 6, -1)), "center": True},
-        {"witnesses": 17, "elementwise_affine": False},
-    ],
-    ids=str,
+    ("layer_class", "dtype", "options"), every_pair(LAYERS, TOLERANCES, OPTIONS)
 )
 def test_layers_run_on_the_kernels(
-    kind: type[PointwiseNorm],
-    options: dict[str, Any],
+    layer_class: type[PointwiseNorm],
     dtype: torch.dtype,
+    options: dict[str, Any],
     calls: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layer = build(kind, 48, **options, dtype=dtype)
+    layer = build(layer_class, 48, **options, dtype=dtype)
     x = torch.randn(5, 7, 48).to(dtype)
     got = with_gradients(layer, x)
     assert calls == ["forward", "gradients"]
@@ -331,34 +331,33 @@ def test_what_the_exchange_leaves_to_the_slow_way() -> None:
         _cpu._native().serve(x)
 
 
+LAYOUTS: dict[str, tuple[Any, Any, Callable[[], Tensor], int]] = {
+    "every second": (6, -1, lambda: torch.randn(4, 12)[:, ::2], 1),
+    "transposed": (6, -1, lambda: torch.randn(6, 4).t(), 1),
+    "channels first": (6, 1, lambda: torch.randn(2, 6, 3, 5), 1),
+    "channels last in memory": (6, 1, lambda: torch.randn(2, 3, 5, 6).movedim(-1, 1), 1),
+    "channels first, every second": (6, -3, lambda: torch.randn(2, 6, 3, 10)[..., ::2], 1),
+    "one axis": (6, 0, lambda: torch.randn(6), 1),
+    "empty": (6, -1, lambda: torch.randn(0, 6), 1),
+    "two axes": ((3, 5), -1, lambda: torch.randn(2, 3, 5), 1),
+    # No kernel for axes that lie apart.
+    "axes apart": ((6, 5), (1, 3), lambda: torch.randn(2, 6, 3, 5), 0),
+}
+
+
+# Which way a layout takes does not depend on the function.
 @needs_kernels
-@pytest.mark.parametrize(
-    ("shape", "dim", "make", "count"),
-    [
-        (6, -1, lambda: torch.randn(4, 12)[:, ::2], 1),
-        (6, -1, lambda: torch.randn(6, 4).t(), 1),
-        (6, 1, lambda: torch.randn(2, 6, 3, 5), 1),
-        (6, 1, lambda: torch.randn(2, 6, 3, 5).contiguous(memory_format=torch.channels_last), 1),
-        (6, -3, lambda: torch.randn(2, 6, 3, 10)[..., ::2], 1),
-        (6, 0, lambda: torch.randn(6), 1),
-        (6, -1, lambda: torch.randn(0, 6), 1),
-        ((3, 5), -1, lambda: torch.randn(2, 3, 5), 1),
-        # No kernel for axes that lie apart.
-        ((6, 5), (1, 3), lambda: torch.randn(2, 6, 3, 5), 0),
-    ],
-)
-@pytest.mark.parametrize("witnesses", [(), (5, 0)], ids=str)
+@pytest.mark.parametrize(("layer_class", "witnesses"), [(Derf, ()), (DyISRU, (5, 0))], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(
-    kind: type[PointwiseNorm],
+    layer_class: type[PointwiseNorm],
     witnesses: tuple[int, ...],
-    shape: Any,
-    dim: Any,
-    make: Any,
-    count: int,
+    layout: str,
     calls: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layer = build(kind, shape, dim=dim, per_channel=True, center=True, witnesses=witnesses)
+    shape, dim, make, count = LAYOUTS[layout]
+    layer = build(layer_class, shape, dim=dim, per_channel=True, center=True, witnesses=witnesses)
     x = make()
     # A row's witnesses are found where channels come last in memory.
     count = 0 if witnesses and dim in (1, -3) and not x.movedim(dim, -1).is_contiguous() else count
@@ -380,9 +379,9 @@ def test_layouts(
     ],
     ids=["one row", "empty", "every second", "transposed", "channels last in memory"],
 )
-@pytest.mark.parametrize("count", [17, 30])
+@pytest.mark.parametrize(("layer_class", "count"), [(DyISRU, 17), (Derf, 30)])
 def test_many_witnesses_in_any_layout(
-    kind: type[PointwiseNorm],
+    layer_class: type[PointwiseNorm],
     count: int,
     dim: int,
     make: Any,
@@ -391,7 +390,7 @@ def test_many_witnesses_in_any_layout(
 ) -> None:
     """Up to all channels, in no order."""
     witnesses = tuple(torch.randperm(30)[:count].tolist())
-    layer = build(kind, 30, dim=dim, per_channel=True, center=True, witnesses=witnesses)
+    layer = build(layer_class, 30, dim=dim, per_channel=True, center=True, witnesses=witnesses)
     x = make()
     got = with_gradients(layer, x)
     assert calls == ["forward", "gradients"]

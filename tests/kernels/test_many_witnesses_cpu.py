@@ -17,6 +17,7 @@ from tests.kernels.definition import (
     NAN,
     TOLERANCES,
     compare,
+    functions_and_dtypes,
     make,
     require_same_for_all_threads,
     require_same_whatever_is_wanted,
@@ -55,12 +56,11 @@ def gradients_by_definition(
     return y.detach(), [None if tensor is None else next(results) for tensor in wide]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
-@pytest.mark.parametrize(("channels", "count"), SIZES, ids=str)
+@pytest.mark.parametrize(("function", "dtype", "size"), functions_and_dtypes(SIZES))
 def test_values_and_gradients(
-    instructions: str, function: int, dtype: torch.dtype, channels: int, count: int
+    instructions: str, function: int, dtype: torch.dtype, size: tuple[int, int]
 ) -> None:
+    channels, count = size
     for (per_channel, everything), rows in itertools.product(
         ((False, False), (False, True), (True, True)), (1, 7)
     ):
@@ -122,9 +122,7 @@ def test_a_witness_s_own_sum_keeps_its_digits(instructions: str) -> None:
 PLACES = [(2,), (39,), (2, 39), (2, 18), (0, 1, 2, 3, 4, 5), tuple(range(40))]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
-@pytest.mark.parametrize("columns", PLACES, ids=str)
+@pytest.mark.parametrize(("function", "dtype", "columns"), functions_and_dtypes(PLACES))
 def test_edges_are_the_definition_s(
     instructions: str, function: int, dtype: torch.dtype, columns: tuple[int, ...]
 ) -> None:
@@ -184,8 +182,11 @@ def test_gradients_of_parameters_with_rare_rows(instructions: str, function: int
 
 
 @pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
-@pytest.mark.parametrize("value", [NAN, INF, 1e30])
-@pytest.mark.parametrize("channel", [3, 36], ids=["in a witness", "in another channel"])
+@pytest.mark.parametrize(
+    ("value", "channel"),
+    [(NAN, 3), (INF, 36), (1e30, 3), (NAN, 36)],
+    ids=["NaN in a witness", "infinity in another", "huge in a witness", "NaN in another"],
+)
 def test_a_row_changes_no_other_row(
     instructions: str, function: int, value: float, channel: int
 ) -> None:

@@ -18,6 +18,7 @@ from tests.kernels.definition import (
     TOLERANCES,
     compare,
     compare_where_infinite,
+    functions_and_dtypes,
     infinite_witnesses,
     make,
     require_same_for_all_threads,
@@ -43,12 +44,11 @@ WITNESSES = [
 WITNESSES += [(1, (0,)), (3, (0, 1, 2)), (40, tuple(range(39, 23, -1)))]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
-@pytest.mark.parametrize(("channels", "witnesses"), WITNESSES, ids=str)
+@pytest.mark.parametrize(("function", "dtype", "chosen"), functions_and_dtypes(WITNESSES))
 def test_values_and_gradients(
-    instructions: str, function: int, dtype: torch.dtype, channels: int, witnesses: tuple[int, ...]
+    instructions: str, function: int, dtype: torch.dtype, chosen: tuple[int, tuple[int, ...]]
 ) -> None:
+    channels, witnesses = chosen
     for per_channel, everything, rows in itertools.product(
         (False, True), (False, True), (1, 6, 37)
     ):
@@ -103,9 +103,9 @@ def test_a_massive_witness(instructions: str, function: int, massive: tuple[int,
         assert_close(got.double(), exact, rtol=2e-5, atol=2e-6 * max(1.0, float(exact.abs().max())))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("function", NUMBERS, ids=FUNCTIONS)
-@pytest.mark.parametrize("columns", [(2,), (19,), (2, 19), (2, 18)], ids=str)
+@pytest.mark.parametrize(
+    ("function", "dtype", "columns"), functions_and_dtypes([(2,), (19,), (2, 19), (2, 18)])
+)
 def test_edges_are_the_definition_s(
     instructions: str, function: int, dtype: torch.dtype, columns: tuple[int, ...]
 ) -> None:

@@ -73,8 +73,19 @@ FAMILY = [
     for function in (DYISRU, DYT, DERF, LINEAR)
     for dtype, size, last in (("bf16", EVEN, True), ("fp16", ANY, False), ("fp64", EVEN, True))
 ] + [(DYISRU, "fp32", ANY, True), (DYT, "fp32", EVEN, False)]
-# Witnesses only where the channels come last.
-CASES = [(*case, count) for case in FAMILY for count in ((0, 4, MANY) if case[3] else (0,))]
+
+
+def counts_of(function: int, dtype: str, last: bool) -> tuple[int, ...]:
+    """The numbers of witnesses that a case is compiled with; any only where the channels come last."""
+    if not last:
+        return (0,)
+    # The double precision of each way is seen with one function or another.
+    if dtype == "fp64":
+        return ((0, 4, MANY)[function % 3],)
+    return (0, 4, MANY)
+
+
+CASES = [(*case, count) for case in FAMILY for count in counts_of(case[0], case[1], case[3])]
 
 
 @pytest.mark.parametrize(("function", "dtype", "size", "last", "count"), CASES)
@@ -152,8 +163,9 @@ def test_witnesses_channels_compile_with_64_bit_offsets_and_no_atomics(
 
 
 @pytest.mark.parametrize("function", [DYISRU, DYT, DERF, LINEAR])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp64"])
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "backward"), [("bf16", True), ("fp32", False), ("fp64", True), ("bf16", False)]
+)
 def test_sums_of_rows_compile_with_64_bit_offsets_and_no_atomics(
     function: int, dtype: str, backward: bool
 ) -> None:

@@ -18,7 +18,7 @@ from dynorm.errors import ArgumentError
 from dynorm.kernels import _triton
 from dynorm.kernels._dispatch import plain
 from dynorm.kernels._form import Form, FunctionCode, Parameters
-from tests.kernels.definition import compare_where_infinite, infinite_witnesses
+from tests.kernels.definition import compare_where_infinite, every_pair, infinite_witnesses
 
 FUNCTIONS = DYISRU, DYT, DERF, LINEAR = tuple(FunctionCode)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -121,12 +121,11 @@ def check_sums(sums: Tensor | None, p: Parts, dtype: torch.dtype) -> None:
         )
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "dim"), LAYOUTS)
+@pytest.mark.parametrize(("function", "dtype", "layout"), every_pair(FUNCTIONS, DTYPES, LAYOUTS))
 def test_values_and_gradients_are_those_of_the_definition(
-    function: int, dtype: torch.dtype, shape: tuple[int, ...], dim: int
+    function: int, dtype: torch.dtype, layout: tuple[tuple[int, ...], int]
 ) -> None:
+    shape, dim = layout
     x, grad = sample(*shape, seed=0, dtype=dtype, width=3), sample(*shape, seed=9, dtype=dtype)
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     p = parts(function, shape[dim], computed)
@@ -267,12 +266,11 @@ WITNESSES += [
 ]
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "witnesses"), WITNESSES, ids=str)
+@pytest.mark.parametrize(("function", "dtype", "case"), every_pair(FUNCTIONS, DTYPES, WITNESSES))
 def test_witnesses_are_the_definition_s(
-    function: int, dtype: torch.dtype, shape: tuple[int, ...], witnesses: tuple[int, ...]
+    function: int, dtype: torch.dtype, case: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> None:
+    shape, witnesses = case
     # What may be left out or shared is the same code in each dtype.
     shared = ((False, False), (False, True)) if dtype == torch.float64 else ()
     for per_channel, bare in ((True, False), *shared):
@@ -343,9 +341,7 @@ def test_any_number_of_infinite_witnesses(
 PLACES = [(2,), (39,), (2, 39), (2, 18), (0, 1, 2, 3, 4, 5), tuple(range(40))]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("columns", PLACES, ids=str)
+@pytest.mark.parametrize(("function", "dtype", "columns"), every_pair(FUNCTIONS, DTYPES, PLACES))
 def test_edges_of_many_witnesses_are_the_definition_s(
     function: int, dtype: torch.dtype, columns: tuple[int, ...]
 ) -> None:

@@ -17,6 +17,7 @@ import dynorm
 from dynorm import Derf, DyISRU, DyT, LinearControl
 from dynorm.errors import ArgumentError
 from dynorm.layers import PointwiseNorm
+from tests.kernels.definition import every_pair
 
 INF, NAN = math.inf, math.nan
 Params = dict[str, Tensor]
@@ -116,22 +117,26 @@ def check(layer: PointwiseNorm, x: Tensor, tolerance: float) -> None:
         )
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    ("layer_class", "dtype", "options"), every_pair(FORMULAS, TOLERANCES, list(OPTIONS))
+)
 def test_value_and_gradients(
-    kind: type[PointwiseNorm], options: dict[str, Any], dtype: torch.dtype
+    layer_class: type[PointwiseNorm], dtype: torch.dtype, options: str
 ) -> None:
-    layer = build(kind, 7, **options, dtype=dtype)
+    layer = build(layer_class, 7, **OPTIONS[options], dtype=dtype)
     check(layer, (3 * torch.randn(2, 3, 7)).to(dtype), TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"per_channel": True, "center": True}], ids=["scalar", "per channel"]
+    ("layer_class", "options"),
+    [(DyT, {}), (Derf, {"per_channel": True, "center": True})],
+    ids=["scalar", "per channel"],
 )
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_layouts(kind: type[PointwiseNorm], layout: Any, options: dict[str, Any]) -> None:
+def test_layouts(layer_class: type[PointwiseNorm], layout: Any, options: dict[str, Any]) -> None:
+    """The base lays the parameters along the axes, whatever the function."""
     normalized_shape, dim, shape = layout
-    layer = build(kind, normalized_shape, **options, dim=dim, dtype=torch.float64)
+    layer = build(layer_class, normalized_shape, **options, dim=dim, dtype=torch.float64)
     check(layer, torch.randn(shape, dtype=torch.float64), 1e-12)
 
 
@@ -147,12 +152,13 @@ def test_channels_first_is_permute_apply_permute(kind: type[PointwiseNorm]) -> N
     assert_close(first(x.flatten(2)), first(x).flatten(2), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("param_dtype", TOLERANCES, ids=lambda d: f"parameters {d}")
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=lambda d: f"input {d}")
+@pytest.mark.parametrize(
+    ("layer_class", "dtype", "param_dtype"), every_pair(FORMULAS, TOLERANCES, list(TOLERANCES))
+)
 def test_mixed_dtypes(
-    kind: type[PointwiseNorm], dtype: torch.dtype, param_dtype: torch.dtype
+    layer_class: type[PointwiseNorm], dtype: torch.dtype, param_dtype: torch.dtype
 ) -> None:
-    layer = build(kind, 7, center=True, dtype=param_dtype)
+    layer = build(layer_class, 7, center=True, dtype=param_dtype)
     # A constant is computed in the parameters' dtype, at least float32.
     tolerance = max(TOLERANCES[dtype], TOLERANCES[param_dtype])
     check(layer, torch.randn(5, 7).to(dtype), tolerance)
@@ -204,9 +210,16 @@ def test_unit_variance_passes_with_unit_slope(kind: type[PointwiseNorm]) -> None
     assert_close(layer(small), small, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "beta", [1e-6, 3, 7.3e9, torch.tensor([2.5]), torch.tensor([0.1, 1.0, 7.0, 1e5])], ids=str
+    ("beta", "dtype"),
+    [
+        (1e-6, torch.float64),
+        (3, torch.float32),
+        (7.3e9, torch.float32),
+        (torch.tensor([2.5]), torch.float64),
+        (torch.tensor([0.1, 1.0, 7.0, 1e5]), torch.float32),
+    ],
+    ids=str,
 )
 def test_set_slope(kind: type[PointwiseNorm], beta: Any, dtype: torch.dtype) -> None:
     layer = kind(4, per_channel=True, center=True, scale=2.5, dtype=dtype)
@@ -232,8 +245,7 @@ def test_set_slope_takes_any_real_tensor_and_keeps_autograd_out(kind: type[Point
         assert all(p.is_leaf and p.requires_grad for p in layer.parameters())
 
 
-@pytest.mark.parametrize("channels", [1, 2, 7, 33, 257])
-@pytest.mark.parametrize("rows", [0, 1, 13])
+@pytest.mark.parametrize(("rows", "channels"), [(0, 7), (1, 1), (1, 257), (13, 2), (13, 33)])
 def test_odd_and_empty_sizes(kind: type[PointwiseNorm], rows: int, channels: int) -> None:
     check(
         build(kind, channels, center=True, dtype=torch.float64),
@@ -333,9 +345,17 @@ BAD_ARGUMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("args", "kwargs", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_refused_arguments(kind: type[PointwiseNorm], args: Any, kwargs: Any, message: str) -> None:
+def test_refused_arguments(args: Any, kwargs: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        kind(*args, **kwargs)
+        DyISRU(*args, **kwargs)
+
+
+def test_every_layer_refuses_bad_options(kind: type[PointwiseNorm]) -> None:
+    """The base checks them, and every constructor passes them on."""
+    for name in ("no channels", "too many dims", "nan scale", "integer dtype"):
+        args, kwargs, message = BAD_ARGUMENTS[name]
+        with pytest.raises(ArgumentError, match=message):
+            kind(*args, **kwargs)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, NAN, INF, -INF])
@@ -368,7 +388,7 @@ def test_refused_shapes_of_beta(kind: type[PointwiseNorm]) -> None:
             kind(4, **options).set_slope_(torch.ones(shape))
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", [OPTIONS["plain"], OPTIONS["no affine, per channel"]], ids=str)
 def test_refused_sizes_of_the_input(kind: type[PointwiseNorm], options: dict[str, Any]) -> None:
     for shape in ((2, 5), (4, 5), (2, 1), ()):
         with pytest.raises(ArgumentError, match=r"\(4,\) at dim -1, got"):

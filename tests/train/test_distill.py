@@ -31,6 +31,7 @@ from dynorm.replace.converted import dynorm_layers
 from dynorm.train.callbacks import AnnealCallback
 from dynorm.train.distill import distill_, distillation_rate, output_loss
 from dynorm.train.trainer import Announcer, in_words, rate_factor
+from tests.ecosystem.models import checkpoint_activations
 
 
 def images() -> list[tuple[Tensor]]:
@@ -580,7 +581,7 @@ def test_checkpointed_layers_are_recomputed_and_nothing_else_differs(act: Any, m
     dynorm.convert_(net, dynorm.find_norms(net, **batches[0]))
     dynorm.calibrate_(net, batches)
     twin, runs = copy.deepcopy(net), []
-    twin.activation_checkpointing_enable()
+    checkpoint_activations(twin)
     for model in (net, twin):
         count = [0]
         model.get_submodule(counted).register_forward_hook(

@@ -3,6 +3,7 @@
 To transformers this is a quantization method.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
@@ -182,7 +183,9 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         modules = plain_modules(model, remove_duplicate=False)
         for path in _places(model, config.biases, config.biases_outside):
             give_bias_(modules, path)
-        self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        state = model.state_dict()
+        self._shapes = {name: tensor.shape for name, tensor in state.items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in state.items()}
         _stand_in_(model)
         tied = model.all_tied_weights_keys | aliases_of(model, specs)
         model.all_tied_weights_keys = {
@@ -197,6 +200,10 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
             for name in _AFFINE:
                 vars(layer).pop(name, None)
         _require_loaded(model, self._shapes)
+        # Versions of transformers without this hook take the dtype of the checkpoint for tensors
+        # that a head renames.
+        if not hasattr(HfQuantizer, "get_new_dtype"):
+            _restore_dtypes_(model, self._dtypes)
         # transformers leaves tensors in the mapped file, at any address, and the address decides
         # how a product with a vector is rounded. Copies are aligned as torch aligns them.
         for tensor in (*model.parameters(), *model.buffers()):
@@ -233,6 +240,18 @@ def _cast_(module: nn.Module, dtypes: Mapping[str, str]) -> None:
         # Another head may not have it.
         if tensor is not None:
             tensor.data = tensor.data.to(_dtype(dtype))
+
+
+def _restore_dtypes_(model: "PreTrainedModel", dtypes: Mapping[str, torch.dtype]) -> None:
+    """Cast the loaded tensors to the dtypes that the model had before, by name."""
+    # Modules that transformers keeps in float32, in a model of 16 bits.
+    in_float32: list[str] = []
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        in_float32 += getattr(model, attribute, None) or ()
+    patterns = [part.replace("*", ".*") for part in in_float32]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in dtypes and not any(re.search(pattern, name) for pattern in patterns):
+            tensor.data = tensor.data.to(dtypes[name])
 
 
 def base_prefix(model: "PreTrainedModel") -> str:
