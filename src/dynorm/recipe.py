@@ -96,7 +96,7 @@ LANGUAGE = Defaults(
     fold_means=True,
 )
 AUDIO = Defaults(
-    batch=4, calibration=32, per_channel=False, lean=0.0, witnesses=8, fold_means=False
+    batch=4, calibration=32, per_channel=False, lean=0.0, witnesses=128, fold_means=True
 )
 
 

@@ -30,7 +30,7 @@ def fold_(
     *args: Any,
     affine: bool = True,
     center: bool = True,
-    center_readers: bool = False,
+    center_partly: bool = False,
     redundant: float = 0.0,
     add_bias: bool = False,
     untie: bool = False,
@@ -51,9 +51,8 @@ def fold_(
     - *center*: out of everything that writes into the residual stream, ``W' = P W``, ``b' = P b``,
       if nothing but LayerNorms reads that stream; they become
       :class:`dynorm.layers.rmsnorm.RMSNorm`, with the same eps.
-    - *center_readers*: a mean that stays, into everything that reads the norm, ``W' = W
-      diag(weight) P``. The norm stays a LayerNorm, but a point-wise layer that replaces it later
-      need not know each token's mean.
+    - *center_partly*: the same out of the linear writers of a stream that has others. Its norms
+      stay LayerNorms, and the mean that stays is that of the few others.
     - *constants*: a point-wise layer's scale into its readers, its learned centre into the bias
       before it. With *affine*, a linear layer without witnesses is removed as a whole, if
       necessary by rescaling the residual stream.
@@ -77,8 +76,9 @@ def fold_(
         *args: the example, the arguments of one call; or one batch, a tuple or dict of them.
         affine: fold weights and biases.
         center: fold means.
-        center_readers: let the readers of a LayerNorm subtract its mean, if its weight and bias are
-            folded and its mean is not.
+        center_partly: fold the means of linear writers where others write too. Nothing becomes
+            simpler by it, but the tokens of such a stream then have nearly the same mean, often,
+            and one centre suits them all when point-wise layers replace the norms.
         redundant: the largest relative change to allow when a norm is removed because it feeds only
             norms. It bounds the change of these norms' outputs, for tokens as large as the
             example's, and the model's change too if ``tolerance`` is None. At 0 none is removed.
@@ -123,7 +123,7 @@ def fold_(
     require_model(model)
     in_place = any(isinstance(m, _DropoutNd) and m.inplace for m in model.modules())
     args, kwargs = example_arguments(model, args, kwargs)
-    options = Options(affine, center, center_readers, redundant, add_bias, in_place)
+    options = Options(affine, center, center_partly, redundant, add_bias, in_place)
     # A run may write into its arguments: a cache grows.
     example = copied((args, kwargs))
     squares = None

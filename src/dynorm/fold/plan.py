@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dynorm.fold.redundant import MeanSquares, fold_redundant
-from dynorm.fold.rewrites import center_readers, fold_affine, fold_centers, fold_means
+from dynorm.fold.rewrites import fold_affine, fold_centers, fold_means
 from dynorm.fold.site import SiteFold
 from dynorm.fold.through import RescaledStream, fold_through
 from dynorm.fold.values import NewValues, new_values
@@ -21,7 +21,7 @@ class Options:
 
     affine: bool
     center: bool
-    center_readers: bool
+    center_partly: bool
     redundant: float
     add_bias: bool
     dropout_in_place: bool  # a dropout of the model writes into its input
@@ -68,10 +68,8 @@ def planned(
                 fold.no_bias_before = str(refusal)
         fold.shared = _shared(fold, graph.slots)
     folds, rescaled = _affine_plan(sites, options)
-    if options.center:
-        fold_means(folds)
-    if options.center_readers:
-        center_readers(folds)
+    if options.center or options.center_partly:
+        fold_means(folds, options.center_partly)
     fold_centers(folds)
     if squares is not None:
         fold_redundant(folds, squares, options.redundant)

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from dynorm.table import Plain, PlainRecord, Table
 
-FOLDED, REFUSED, NOTHING, OFF = "folded", "refused", "nothing to fold", "off"
+FOLDED, PARTLY, REFUSED = "folded", "partly folded", "refused"
+NOTHING, OFF = "nothing to fold", "off"
 _REWRITES = ("affine", "center", "constants", "redundant")
 
 
@@ -13,7 +14,7 @@ class Rewrite:
     """The outcome of one rewrite at one site.
 
     Args:
-        state: "folded", "refused", "nothing to fold", or "off" if the caller did not want it.
+        state: "folded", "partly folded", "refused", "nothing to fold", or "off" if the caller did not want it.
         into: the parameters that took it over, or "the stream" if all of it was rescaled.
         reason: why it was refused.
 
@@ -28,9 +29,9 @@ class Rewrite:
 
     def __str__(self) -> str:
         """Return it in a few words."""
-        if self.state == FOLDED:
+        if self.state in (FOLDED, PARTLY):
             more = f" and {len(self.into) - 3} more" if len(self.into) > 3 else ""
-            return f"folded into {', '.join(self.into[:3])}{more}"
+            return f"{self.state} into {', '.join(self.into[:3])}{more}"
         return f"refused: {self.reason}" if self.reason else self.state
 
 
@@ -152,9 +153,12 @@ class FoldReport(Plain):
         for rewrite, noun in (("affine", "affine maps"), ("center", "means")):
             folded = self.count(rewrite)
             # An RMSNorm has no mean, and a norm that was folded before has no affine map.
-            possible = folded + self.count(rewrite, REFUSED)
+            partly = self.count(rewrite, PARTLY)
+            possible = folded + partly + self.count(rewrite, REFUSED)
             if possible:
                 parts.append(f"{folded} of {possible} {noun} folded")
+            if partly:
+                parts.append(f"{partly} more partly")
         return ", ".join(parts) or "no affine map or mean to fold"
 
     def __str__(self) -> str:

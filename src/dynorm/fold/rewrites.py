@@ -9,7 +9,6 @@ import torch
 
 from dynorm.fold.refusals import Uses, require_readers
 from dynorm.fold.site import SiteFold
-from dynorm.stream.graph import Slot
 from dynorm.stream.operators import RefusedError
 from dynorm.stream.stream import Stream
 
@@ -88,20 +87,26 @@ def _neighbour_that_stays(fold: SiteFold, uses: Uses) -> SiteFold | None:
     return None
 
 
-def fold_means(folds: Sequence[SiteFold]) -> None:
+def fold_means(folds: Sequence[SiteFold], partly: bool) -> None:
     """Decide for each LayerNorm whether the means of all streams it is called on can go.
 
-    A stream without a mean is the same to a LayerNorm and to an RMSNorm of the same eps.
+    A stream without a mean is the same to a LayerNorm and to an RMSNorm of the same eps. With
+    ``partly``, means also go out of the linear writers of a stream that has others; its norms then
+    stay LayerNorms.
     """
     layernorms = [fold for fold in folds if fold.calls and fold.site.kind == "layernorm"]
+    seen: dict[Stream, str] = {}
     refusals: dict[Stream, str] = {}
     for fold in layernorms:
         fold.streams = list(dict.fromkeys(fold.around.before))
         for stream in fold.streams:
             try:
-                _require_no_mean(folds, stream)
+                _require_only_layernorms(folds, stream)
             except RefusedError as refusal:
-                refusals[stream] = str(refusal)
+                seen[stream] = str(refusal)
+            reason = seen.get(stream) or _other_writer(folds, stream)
+            if reason is not None:
+                refusals[stream] = reason
     # A norm that is not exactly an RMSNorm needs the means of its streams.
     for fold in layernorms:
         if not fold.is_exact_rms:
@@ -111,40 +116,28 @@ def fold_means(folds: Sequence[SiteFold]) -> None:
         for stream in fold.streams:
             if fold.mean_kept is None:
                 fold.mean_kept = refusals.get(stream)
+        if partly and fold.chosen and fold.mean_kept is not None:
+            fold.partly_centred = [
+                stream for stream in fold.streams if stream not in seen and stream.writes
+            ]
 
 
-def center_readers(folds: Sequence[SiteFold]) -> None:
-    """Decide for each LayerNorm that stays whether its readers can subtract the mean as well.
-
-    The output of a LayerNorm without weight and bias has no mean, so its readers do the same as
-    before. But a point-wise layer in its place need not subtract each token's mean any more.
-    """
-    for fold in folds:
-        is_layernorm = fold.site.kind == "layernorm" and not fold.becomes_rms
-        has_groups = any(reader.groups != 1 for reader in fold.reads)
-        fold.has_centred_readers = is_layernorm and fold.is_absorbed and not has_groups
-    changed = True
-    while changed:
-        changed = False
-        others: set[Slot] = set()
-        for fold in folds:
-            if not fold.has_centred_readers:
-                others.update(reader.weight for reader in fold.reads)
-        for fold in folds:
-            if fold.has_centred_readers and any(read.weight in others for read in fold.reads):
-                fold.has_centred_readers = False
-                changed = True
-
-
-def _require_no_mean(folds: Sequence[SiteFold], stream: Stream) -> None:
-    """Check that the mean of a stream can be taken out: only LayerNorms see it."""
+def _other_writer(folds: Sequence[SiteFold], stream: Stream) -> str | None:
+    """Return why some of the means stay: a writer is not linear."""
     if stream.writers_unknown is not None:
-        raise RefusedError(stream.writers_unknown)
+        return stream.writers_unknown
     for use in stream.norms_before:
-        raise RefusedError(
+        return (
             f"written by the norm {folds[use.index].path}, whose weight and bias give it a mean "
             "again (post-norm)"
         )
+    return None
+
+
+def _require_only_layernorms(folds: Sequence[SiteFold], stream: Stream) -> None:
+    """Check that means can be taken out of what writes into a stream: only LayerNorms see them."""
+    if stream.two_axes is not None:
+        raise RefusedError(stream.two_axes)
     for use in stream.norms_after:
         norm = folds[use.index]
         if norm.site.kind != "layernorm" or not use.over_channels:

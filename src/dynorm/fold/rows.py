@@ -1,21 +1,19 @@
 """The rows of a fold's report."""
 
 import math
+from collections.abc import Sequence
 
 from dynorm.fold.plan import Options
-from dynorm.fold.report import FOLDED, NOTHING, OFF, REFUSED, FoldedSite, Rewrite
+from dynorm.fold.report import FOLDED, NOTHING, OFF, PARTLY, REFUSED, FoldedSite, Rewrite
 from dynorm.fold.site import SiteFold
+from dynorm.stream.stream import Stream
 
 
 def row_of(fold: SiteFold, options: Options) -> FoldedSite:
     """Return the row of a site."""
     off = Rewrite(OFF)
     affine_row = _affine_row(fold) if options.affine and fold.chosen else off
-    mean_row = off
-    if fold.has_centred_readers:
-        mean_row = Rewrite(FOLDED, _weights_of_readers(fold))
-    elif options.center and fold.chosen:
-        mean_row = _mean_row(fold)
+    mean_row = _mean_row(fold) if options.center and fold.chosen else off
     constants_row = off
     if fold.chosen and fold.is_pointwise:
         constants_row = _constants_row(fold)
@@ -57,13 +55,12 @@ def _mean_row(fold: SiteFold) -> Rewrite:
         if fold.refused is not None and not fold.site.kind:
             return _refused(fold.refused)
         return Rewrite(NOTHING)
+    if fold.partly_centred:
+        return Rewrite(PARTLY, _names_of_writers(fold.partly_centred), fold.mean_kept)
     if not fold.becomes_rms:
         uncalled = "never called while the model was traced"
         return _refused(fold.mean_kept or fold.refused or uncalled)
-    names: dict[str, None] = {}
-    for stream in fold.streams:
-        names.update(dict.fromkeys(write.slot.name for write in stream.writes))
-    return Rewrite(FOLDED, tuple(names))
+    return Rewrite(FOLDED, _names_of_writers(fold.streams))
 
 
 def _constants_row(fold: SiteFold) -> Rewrite:
@@ -89,6 +86,13 @@ def _constants_row(fold: SiteFold) -> Rewrite:
 
 def _refused(reason: str) -> Rewrite:
     return Rewrite(REFUSED, reason=reason)
+
+
+def _names_of_writers(streams: Sequence[Stream]) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    for stream in streams:
+        names.update(dict.fromkeys(write.slot.name for write in stream.writes))
+    return tuple(names)
 
 
 def _weights_of_readers(fold: SiteFold) -> tuple[str, ...]:

@@ -71,7 +71,8 @@ class SiteFold:
     # The mean of a LayerNorm, out of the streams that it is called on.
     streams: list[Stream] = field(default_factory=list)
     mean_kept: str | None = None  # why the mean stays
-    has_centred_readers: bool = False  # the readers subtract it too, so the norm need not
+    # Those whose linear writers lose their means, although others keep theirs.
+    partly_centred: list[Stream] = field(default_factory=list)
 
     # The learned centre of a point-wise layer, in float64, into a bias or a table before it.
     center: Tensor | None = None
@@ -138,7 +139,7 @@ class SiteFold:
     def is_changed(self) -> bool:
         """Return whether the fold changes anything here."""
         is_moved = self.is_absorbed or self.through or self.center_into is not None
-        return is_moved or self.becomes_rms or self.is_gone
+        return is_moved or self.becomes_rms or self.is_gone or bool(self.partly_centred)
 
 
 def site_folds(

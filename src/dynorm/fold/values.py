@@ -56,8 +56,6 @@ class NewValues:
                 done.add((weight, bias))
                 if fold.factor is not None:
                     self.values[weight] = reader.scaled(weight.double(), fold.factor)
-                if fold.has_centred_readers:
-                    self.values[weight] = reader.centred(self.value(weight))
                 if fold.shift is not None:
                     constant = reader.constant(weight.double(), fold.shift)
                     if bias is None:
@@ -121,6 +119,7 @@ def new_values(folds: Sequence[SiteFold], rescaled: Sequence[RescaledStream]) ->
     for fold in folds:
         if fold.becomes_rms:
             streams.update(dict.fromkeys(fold.streams))
+        streams.update(dict.fromkeys(fold.partly_centred))
     new.center_writers(list(streams))
     # Factors come last, because writers are centred before they are divided.
     for part in rescaled:

@@ -1,8 +1,7 @@
 """Fold the means of LayerNorms into the weights, before point-wise layers replace them.
 
-A point-wise layer has one centre for all tokens, but each token has its own mean. If all modules that
-write into a residual stream are linear, the mean can be taken out of these; if not, out of those that
-read the norms. Both are exact.
+A point-wise layer has one centre for all tokens, but each token has its own mean. Where modules that
+write into a residual stream are linear, the mean can be taken out of them, exactly.
 """
 
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from dynorm.batches import Batch
 from dynorm.errors import DataError, ModelError
 from dynorm.find import find_norms
 from dynorm.fold import fold_
-from dynorm.fold.report import FOLDED, REFUSED
+from dynorm.fold.report import FOLDED, PARTLY
 from dynorm.replace.convert import Globs
 from dynorm.table import PlainRecord
 
@@ -26,34 +25,35 @@ class FoldedMeans(PlainRecord):
 
     Args:
         folded: the number of LayerNorms whose input has no mean any more, which were then RMSNorms.
-        in_readers: the number of others whose readers subtract the mean.
+        partly: the number of others on streams that not only linear modules write into. The mean
+            that is left is that of the others.
         layernorms: the number of all LayerNorms.
-        refused: why the rest stayed, each reason once.
+        refused: why means stayed, each reason once.
         untied: the parameters that were tied to others before, such as a head's.
-        added_biases: the modules that got a bias.
 
     Example:
-        >>> print(FoldedMeans(10, 2, 12, (), ("lm_head.weight",)))
+        >>> print(FoldedMeans(12, 0, 12, (), ("lm_head.weight",)))
         the means of 12 of 12 LayerNorms were folded into the weights, and lm_head.weight untied
     """
 
     folded: int
-    in_readers: int
+    partly: int
     layernorms: int
     refused: tuple[str, ...]
     untied: tuple[str, ...] = ()
-    added_biases: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return it as a sentence."""
         text = (
-            f"the means of {self.folded + self.in_readers} of {self.layernorms} LayerNorms were "
-            "folded into the weights"
+            f"the means of {self.folded} of {self.layernorms} LayerNorms were folded into the "
+            "weights"
         )
+        if self.partly:
+            text += f", and those of {self.partly} more partly"
         if self.untied:
             text += f", and {', '.join(self.untied)} untied"
         if self.refused:
-            text += f"; the others were refused: {'; '.join(self.refused)}"
+            text += f"; some means stay: {'; '.join(self.refused)}"
         return text
 
 
@@ -71,43 +71,24 @@ def fold_means_(
         return None
     try:
         with _in_eval_mode(model):
-            return _folded(model, batch, only, skip, layernorms)
+            report = fold_(
+                model,
+                batch,
+                affine=False,
+                center_partly=True,
+                untie=True,
+                only=only,
+                skip=skip,
+            )
     except (ModelError, DataError) as error:
         return FoldedMeans(0, 0, layernorms, (str(error),))
-
-
-def _folded(
-    model: nn.Module, batch: Batch, only: Globs, skip: Globs, layernorms: int
-) -> FoldedMeans:
-    written = fold_(model, batch, affine=False, untie=True, only=only, skip=skip)
-    paths = [site.path for site in written.sites if site.center.state == REFUSED]
-    if not paths:
-        return FoldedMeans(written.count("center"), 0, layernorms, (), tuple(written.untied))
-    # Their weights and biases go into the readers too, or the centring would not be between them
-    # and the norm.
-    read = fold_(
-        model,
-        batch,
-        center=False,
-        center_readers=True,
-        add_bias=True,
-        untie=True,
-        only=paths,
-    )
-    in_readers = 0
-    reasons: dict[str, None] = {}
-    for site in read.sites:
-        if site.center.state == FOLDED:
-            in_readers += 1
-        elif site.affine.reason is not None:
-            reasons[site.affine.reason] = None
+    reasons = [site.center.reason for site in report.sites if site.center.reason is not None]
     return FoldedMeans(
-        written.count("center"),
-        in_readers,
+        report.count("center", FOLDED),
+        report.count("center", PARTLY),
         layernorms,
-        tuple(reasons),
-        tuple(read.untied),
-        tuple(read.added_biases),
+        tuple(dict.fromkeys(reasons)),
+        tuple(report.untied),
     )
 
 

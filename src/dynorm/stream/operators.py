@@ -58,11 +58,6 @@ class Read:
         rows = factor.view(self.groups, -1).repeat_interleave(outputs, 0)
         return weight * rows.view(*rows.shape, *[1] * (weight.ndim - 2))
 
-    def centred(self, weight: Tensor) -> Tensor:
-        """Return the weight that reads ``v`` as this one reads ``v`` minus its mean over channels."""
-        assert self.groups == 1
-        return weight - weight.mean(self.axis, keepdim=True)
-
     def constant(self, weight: Tensor, shift: Tensor) -> Tensor:
         """Return the outputs of this weight for a constant ``shift`` in every token, (outputs,)."""
         assert self.out is not None

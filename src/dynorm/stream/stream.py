@@ -54,6 +54,7 @@ class Stream:
     # Why no edit of its channels is exact: a writer or a reader is not linear, or the parameters
     # of one are used elsewhere.
     writers_unknown: str | None = None
+    two_axes: str | None = None
     writers_shared: str | None = None
     readers_unknown: str | None = None
     readers_shared: str | None = None
@@ -86,7 +87,8 @@ class StreamFinder:
                 for user in users(value):
                     self._follow_on(stream, user, value, axis)
             elif stream.values[value] != axis:
-                _refuse(stream, f"{where(value)} has the channels on two axes")
+                stream.two_axes = f"{where(value)} has the channels on two axes"
+                _refuse(stream, stream.two_axes)
         stream.writers_shared = _shared_writers(stream)
         stream.readers_shared = shared_readers(stream.reads, {r.leaf: r for r in stream.reads})
         return stream
