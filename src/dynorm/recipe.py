@@ -80,9 +80,8 @@ ENCODER = Defaults(
 0.7 is the best ``lean`` for all-MiniLM-L6-v2 (post-norm), without witnesses and with two. For
 SmolLM2-135M (pre-norm) 0 is by far the best.
 """
-# These three were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en. The first two need no
-# training with 128 witnesses. In Whisper's encoder they do not help: there the tokens' means differ
-# too, and a layer has only one centre for all tokens.
+# These three were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en, which need no training
+# with 128 witnesses if the means are folded first.
 IMAGES = Defaults(
     batch=8, calibration=128, per_channel=False, lean=0.0, witnesses=128, fold_means=True
 )
@@ -212,12 +211,11 @@ class Recipe(Plain):
         center: give each layer a centre.
         witnesses: number of channels from which each layer may estimate the size of a token; 0 for
             the pure function. More than 16 are a sample of all channels. None means 4 for an
-            encoder of texts, 8 for a model of audio, else 128, and at most a third of a norm's
-            channels.
+            encoder of texts, else 128, and at most a third of a norm's channels.
         fold_means: first fold the means of LayerNorms into the weights, as :func:`fold_` does with
             ``center=True``, wherever that is exact: a layer has one centre for all tokens, but
-            each token has its own mean. Tied weights are untied for it. None means True for a
-            decoder and a model of images.
+            each token has its own mean. Tied weights are untied for it. None means True, but
+            False for an encoder of texts.
         lean: as in :func:`calibrate_`. None means 0.7 for an encoder, else 0.
         tolerance: as in :func:`calibrate_`, for ``to="auto"``.
         refine: steps that train the constants of all layers together; 0 for none.

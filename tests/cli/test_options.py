@@ -29,6 +29,8 @@ OPTIONS: list[tuple[list[str], dict[str, Any]]] = [
     (["--per-channel"], {"per_channel": True}),
     (["--per-layer"], {"per_channel": False}),
     (["--witnesses", "0"], {"witnesses": 0}),
+    (["--fold-means"], {"fold_means": True}),
+    (["--keep-means"], {"fold_means": False}),
     (["--tolerance", "0.25"], {"tolerance": 0.25}),
     (["--seed", "12"], {"seed": 12}),
     (["--lr", "0.125"], {"lr": 0.125}),

@@ -180,8 +180,7 @@ def convert(
         typer.Option(
             help="Largest number of channels from which each layer may estimate the size of a "
             "token. With 0 a layer computes each channel from that channel only. "
-            "Default: 4 for an encoder of texts, 8 for a model of audio, else 128, and at most a "
-            "third of a norm's channels."
+            "Default: 4 for an encoder of texts, else 128, and at most a third of a norm's channels."
         ),
     ] = Recipe.witnesses,
     fold_means: Annotated[
@@ -189,7 +188,7 @@ def convert(
         typer.Option(
             "--fold-means/--keep-means",
             help="First fold the means of LayerNorms into the weights, wherever that is exact. "
-            "Default: for a decoder and a model of images.",
+            "Default: for all models but encoders of texts.",
         ),
     ] = Recipe.fold_means,
     tolerance: Annotated[

@@ -104,7 +104,7 @@ def fold_means(folds: Sequence[SiteFold], partly: bool) -> None:
                 _require_only_layernorms(folds, stream)
             except RefusedError as refusal:
                 seen[stream] = str(refusal)
-            reason = seen.get(stream) or _other_writer(folds, stream)
+            reason = _other_writer(folds, stream) or seen.get(stream)
             if reason is not None:
                 refusals[stream] = reason
     # A norm that is not exactly an RMSNorm needs the means of its streams.
