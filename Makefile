@@ -13,7 +13,7 @@ OPTIONS_minilm := $(BF16)
 # Its constants are refined with all else; blocks of text are measured, and the original is kept to compare with.
 OPTIONS_smollm2 := --witnesses 8 --refine 0 --held-out 96 --keep-original $(BF16)
 # Some 170 photographs are fitted to in crops, and 96 measured as they are.
-OPTIONS_dinov2 := --images build/pictures --witnesses 16 --refine 180 --held-out 96 --keep-original $(BF16)
+OPTIONS_dinov2 := --images build/pictures --refine 0 --held-out 96 --keep-original $(BF16)
 # Twenty voices, of which whole ones are held out.
 OPTIONS_whisper := --audio build/speech --refine 0 --held-out 48 --keep-original $(BF16)
 DATA_dinov2 := build/pictures

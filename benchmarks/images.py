@@ -32,7 +32,7 @@ def row(report: dict[str, Any]) -> Row:
     meta = report["meta"]
     training = meta["stages"].get("distill", {})
     return {
-        "witnesses": meta["recipe"]["witnesses"],
+        "witnesses": max(len(site["witnesses"]) for site in report["sites"]),
         "refined": meta["recipe"]["refine"],
         **{name: training.get(name, 0) for name in ("steps", "samples", "lr")},
         **{name: report["output"][name] for name in FIGURES},

@@ -36,13 +36,11 @@ def models_table() -> str:
         _encoder(),
         _pure_encoder(),
         _lines(),
-        _untrained_decoder(),
+        _decoder(LANGUAGE.witnesses),
         _decoder(8),
         _decoder(16),
         _byte_model(),
-        _untrained_images(),
         _images(),
-        _untrained_speech(),
         _speech(),
         _small_llama(),
         _large_llama(),
@@ -146,7 +144,9 @@ def _lines() -> list[str]:
 def _decoder(witnesses: int) -> list[str]:
     rows = [row for row in _load("decoder")["rows"] if row["witnesses"] == witnesses]
     last = max(rows, key=lambda row: row["tokens"])
-    options = f"--witnesses {witnesses} --refine 0 --steps {last['steps']}"
+    options = f"--refine 0 --steps {last['steps']}"
+    if witnesses != LANGUAGE.witnesses:
+        options = f"--witnesses {witnesses} {options}"
     command = f"`dynorm convert MODEL OUT {options}`"
     return _row(
         f"SmolLM2-135M-Instruct, decoder, {witnesses} witnesses",
@@ -156,51 +156,6 @@ def _decoder(witnesses: int) -> list[str]:
         calibrated=_two_losses(rows[0]),
         refined="not run",
         distilled=f"{_two_losses(last)} ({last['steps']} steps)",
-    )
-
-
-def _untrained(
-    subject: str, model: str, options: str, measure: str, figures: Callable[[dict[str, Any]], str]
-) -> list[str]:
-    """Return the row of a model without training, with 128 witnesses."""
-    [row] = [
-        row
-        for row in _load("untrained")["rows"]
-        if (row["model"], row["witnesses"]) == (subject, LANGUAGE.witnesses)
-    ]
-    return _row(
-        f"{model}, {row['witnesses']} witnesses",
-        f"`dynorm convert MODEL OUT {options}--refine 0`",
-        measure,
-        time=f"{row['seconds']} s to calibrate",
-        calibrated=figures(row),
-        refined="not run",
-        distilled="not run",
-    )
-
-
-def _untrained_decoder() -> list[str]:
-    measure = "growth of the loss in nats per token: docstrings; language reference"
-    return _untrained("smollm2", "SmolLM2-135M-Instruct, decoder", "", measure, _two_losses)
-
-
-def _untrained_images() -> list[str]:
-    return _untrained(
-        "dinov2",
-        "DINOv2-small, images",
-        "--images FILES ",
-        "mean cosine to the original; same nearest neighbour; 96 photographs",
-        lambda row: f"{row['cosine_mean']:.3f}; {row['neighbours']:.0%}",
-    )
-
-
-def _untrained_speech() -> list[str]:
-    return _untrained(
-        "whisper",
-        "Whisper tiny.en, speech",
-        "--audio FILES --witnesses 128 ",
-        "words equal to the original transcript, 12 synthetic files",
-        lambda row: f"{row['word_agreement']:.1%}",
     )
 
 
@@ -229,12 +184,13 @@ def _byte_model() -> list[str]:
 
 
 def _images() -> list[str]:
-    refined, distilled = _load("images")["rows"]
+    calibrated, distilled = _load("images")["rows"]
     return _row(
-        f"DINOv2-small, images, {refined['witnesses']} witnesses",
-        "`dynorm convert MODEL OUT --images FILES --witnesses 16 --refine 180 --steps 900`",
+        f"DINOv2-small, images, {calibrated['witnesses']} witnesses",
+        f"`dynorm convert MODEL OUT --images FILES --refine 0 --steps {distilled['steps']}`",
         "mean cosine to the original; same nearest neighbour; 96 photographs",
-        refined=f"{refined['cosine_mean']:.3f}; {refined['neighbours']:.0%}",
+        calibrated=f"{calibrated['cosine_mean']:.3f}; {calibrated['neighbours']:.0%}",
+        refined="not run",
         distilled=f"{distilled['cosine_mean']:.3f}; {distilled['neighbours']:.0%} "
         f"({distilled['steps']} steps)",
     )
@@ -244,7 +200,7 @@ def _speech() -> list[str]:
     document = _load("speech")
     first, last = document["rows"][0], document["rows"][-1]
     return _row(
-        "Whisper tiny.en, speech, 8 witnesses",
+        f"Whisper tiny.en, speech, {document['witnesses']} witnesses",
         f"`dynorm convert MODEL OUT --audio FILES --refine 0 --steps {last['steps']}`",
         f"words equal to the original transcript, {document['held_out']} synthetic files",
         time=_processor_time(first, last),

@@ -21,16 +21,22 @@ from dynorm.jobs.audio import Clip, find_audio
 from dynorm.jobs.checkpoint import ShuffledBatches, load_pretrained
 from dynorm.jobs.inputs import audio_inputs
 from dynorm.jobs.job import CALIBRATION_BLOCKS
+from dynorm.jobs.means import fold_means_
 from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import split_audio
-from dynorm.recipe import Recipe
+from dynorm.recipe import AUDIO, Recipe
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 from tools.speech import gather
 
 RESULTS = Path(__file__).parent / "results" / "speech.json"
 FIGURES = ("loss_original", "loss_difference", "kl", "agreement")
-ABOUT = {"model": "Whisper tiny.en, 22 LayerNorms", "held_out": 12, "batch": 4}
+ABOUT = {
+    "model": "Whisper tiny.en, 22 LayerNorms",
+    "held_out": 12,
+    "batch": 4,
+    "witnesses": AUDIO.witnesses,
+}
 
 
 def agreement(pairs: Iterable[tuple[str, str]]) -> float:
@@ -88,6 +94,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
 
     calibration = inputs.batches(inputs.fit[: recipe.calibration], CALIBRATION_BLOCKS, 0)
+    fold_means_(model, calibration[0])
     calibrate(model, calibration, recipe)
     add("calibrated", 0)
     weights = deepcopy(model.state_dict())

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks import draws, memory, models
 from benchmarks.field import table as field
 from benchmarks.speed import table as speed
+from dynorm.recipe import LANGUAGE
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- {name}: made by python -m benchmarks.tables -->", "<!-- end -->"
@@ -110,6 +111,46 @@ def headline_table() -> str:
     ):
         task = f"{mean(row['recall_at_1']):.1%} | {mean(row['mrr']):.4f}"
         lines.append(f"| {title} | {task} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def converted_table() -> str:
+    """One row per model with the default number of witnesses: what is left without training, and after some."""
+    decoder = [row for row in load("decoder")["rows"] if row["witnesses"] == LANGUAGE.witnesses]
+    images = load("images")["rows"]
+    speech = load("speech")["rows"]
+    encoder = [
+        f"cosine {_cosines('calibrated', 4)}",
+        f"{_distilled('DyISRU, four witnesses')}, 1,200 steps",
+    ]
+
+    def loss(row: dict[str, Any]) -> str:
+        kind = row["docstrings"]
+        return f"{kind['loss_difference']:+.3f} nats, {kind['agreement']:.0%} same token"
+
+    def neighbours(row: dict[str, Any]) -> str:
+        return f"cosine {row['cosine_mean']:.3f}, {row['neighbours']:.0%} same neighbour"
+
+    lines = ["| all norms replaced | no training | distilled |", "|---|---|---|"]
+    for title, cells in (
+        ("[encoder](docs/howto/encoder.md) all-MiniLM-L6-v2", encoder),
+        (
+            "[decoder](docs/howto/decoder.md) SmolLM2-135M",
+            [loss(decoder[0]), f"{loss(decoder[-1])}, {decoder[-1]['steps']} steps"],
+        ),
+        (
+            "[images](docs/howto/vision.md) DINOv2-small",
+            [neighbours(images[0]), f"{neighbours(images[1])}, {images[1]['steps']} steps"],
+        ),
+        (
+            "[speech](docs/howto/speech.md) Whisper tiny.en",
+            [
+                f"{speech[0]['word_agreement']:.0%} same words",
+                f"{speech[-1]['word_agreement']:.0%}, {speech[-1]['steps']} steps",
+            ],
+        ),
+    ):
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -551,7 +592,7 @@ def _three(values: dict[str, float]) -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"headline": headline_table},
+    "README.md": {"converted": converted_table, "headline": headline_table},
     "docs/quality.md": {
         "retrieval": retrieval_table,
         "speech": speech_table,

@@ -146,12 +146,14 @@ def _to_fit(inputs: Inputs, defaults: Defaults) -> Batches:
 SUBJECTS = {"smollm2": smollm2, "dinov2": dinov2, "whisper": whisper}
 
 
-def row(name: str, subject: Subject, witnesses: int) -> Row:
+def row(name: str, subject: Subject, witnesses: int, fold_means: bool) -> Row:
     """Convert a copy and return its figures."""
     model = copy.deepcopy(subject.model)
     recipe = Recipe(witnesses=witnesses).filled_for(subject.model)
     started = time.perf_counter()
-    means = fold_means_(model, next(iter(subject.batches)))
+    means = None
+    if fold_means:
+        means = fold_means_(model, next(iter(subject.batches)))
     calibrate(model, subject.batches, recipe)
     seconds = round(time.perf_counter() - started)
     return {
@@ -168,13 +170,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=SUBJECTS)
     parser.add_argument("--witnesses", type=int, nargs="+", default=[128], help="per layer")
+    parser.add_argument("--keep-means", action="store_true", help="do not fold the means first")
     arguments = parser.parse_args()
     subject = SUBJECTS[arguments.model]()
     order = list(SUBJECTS).index
     for count in arguments.witnesses:
-        figures = row(arguments.model, subject, count)
+        figures = row(arguments.model, subject, count, not arguments.keep_means)
         add_rows(
-            RESULTS, ABOUT, [figures], order=lambda row: (order(row["model"]), row["witnesses"])
+            RESULTS,
+            ABOUT,
+            [figures],
+            order=lambda row: (order(row["model"]), row["witnesses"], row.get("means_folded", 0)),
         )
         print(json.dumps(figures), flush=True)
 

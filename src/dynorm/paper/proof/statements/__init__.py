@@ -39,6 +39,7 @@ with as_written():
         witnesses.witness_none(),
         witnesses.witness_all(),
         witnesses.witness_derivative(),
+        witnesses.witness_sample(),
         misprints.misprint_first_version(),
         misprints.misprint_note(),
     )
