@@ -22,7 +22,7 @@ OUT := build/$(if $(filter minilm,$(MODEL)),demo,$(MODEL))
 # Steps, not minutes: a slow machine takes longer, and gets the figures of the pages all the same.
 STEPS_minilm := 1049
 STEPS_smollm2 := 240
-STEPS_dinov2 := 900
+STEPS_dinov2 := 300
 STEPS_whisper := 56
 LENGTH_GIVEN = $(if $(STEPS),--steps $(STEPS)) $(if $(MINUTES),--minutes $(MINUTES))
 LENGTH = $(if $(STEPS)$(MINUTES),$(LENGTH_GIVEN),--steps $(STEPS_$(MODEL)))

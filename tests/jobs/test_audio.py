@@ -125,7 +125,7 @@ def test_speech_is_compared_word_by_word_and_token_by_token(
     assert report.output.agreement is not None
     assert (report.meta["audio_to_fit"], report.meta["audio_held_out"]) == (16, 8)
     assert (
-        report.meta["recipe"] | {"batch": 4, "witnesses": 8, "per_channel": False, "lean": 0.0}
+        report.meta["recipe"] | {"batch": 4, "witnesses": None, "per_channel": False, "lean": 0.0}
         == report.meta["recipe"]
     )
     assert "audio_at_another_rate" not in report.meta
@@ -187,6 +187,8 @@ def test_without_a_head_a_decoder_is_given_its_first_token(
     assert (report.output.kind, report.continuations) == ("encoder", [])
 
 
+# Every file is another tone, and eight of them are too few to know the sizes of the others.
+@pytest.mark.filterwarnings("ignore:the measured inputs must be like those of the fit")
 def test_letters_are_written_without_a_decoder(audio: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     size = {

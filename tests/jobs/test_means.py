@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import dynorm
 from dynorm.errors import DataError, ModelError
@@ -184,3 +184,21 @@ def test_such_a_model_is_saved_whole_only(tmp_path: Path) -> None:
         save(model, tmp_path / "delta", base="own/model")
     save(model, tmp_path / "whole")
     torch.testing.assert_close(load(tmp_path / "whole", Stream())(ids), model(ids))
+
+
+def test_a_decoder_with_folded_means_loads_with_transformers(tmp_path: Path) -> None:
+    config = GPT2Config(n_embd=48, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
+    config.bos_token_id = config.eos_token_id = 0
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval()
+    samples = [{"input_ids": ids} for ids in batches(6)]
+    # Folding the means is the default for a decoder.
+    report = dynorm.convert_model(model, samples, refine=0)
+    assert report.meta["stages"]["fold_means"]["folded"] == 5
+    assert report.meta["recipe"]["fold_means"] is True
+    save(model, tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        expected = model(**samples[0]).logits
+        torch.testing.assert_close(loaded(**samples[0]).logits, expected)
+    assert loaded.lm_head.weight is not loaded.transformer.wte.weight

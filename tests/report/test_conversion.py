@@ -470,6 +470,7 @@ class TestWholeModel:
         assert out.loss_now == pytest.approx(after, rel=1e-5)
         assert out.loss_difference == pytest.approx(after - before, abs=1e-5)
         assert out.kl == pytest.approx(float(torch.cat(divergences).mean()), rel=1e-4)
+        assert out.kl_worst == pytest.approx(float(torch.cat(divergences).max()), rel=1e-4)
         assert out.spearman is None
 
     def test_left_padding_is_left_out_too(self) -> None:
