@@ -266,20 +266,19 @@ def untrained_table() -> str:
 def untrained_others_table() -> str:
     """One row per model and number of witnesses: images and speech."""
     lines = [
-        "| model | means folded | witnesses | cosine, mean / worst | neighbours | words |",
-        "|---|---|---|---|---|---|",
+        "| model | witnesses | means folded | cosine, mean / worst | same neighbour | same words | "
+        "same likeliest token | KL (worst token) |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in load("untrained")["rows"]:
+        begin = f"{row['witnesses']} | {row.get('means_folded', 0)}"
         if row["model"] == "dinov2":
-            cells = (
-                f"{row['cosine_mean']:.3f} / {row['cosine_min']:.3f} | {row['neighbours']:.0%} | "
-            )
-            lines.append(f"| DINOv2-small | {row['means_folded']} | {row['witnesses']} | {cells}|")
+            cosines = f"{row['cosine_mean']:.3f} / {row['cosine_min']:.3f}"
+            lines.append(f"| DINOv2-small | {begin} | {cosines} | {row['neighbours']:.0%} | | | |")
         if row["model"] == "whisper":
-            cells = f"| | {row['word_agreement']:.0%}"
-            lines.append(
-                f"| Whisper tiny.en | {row['means_folded']} | {row['witnesses']} | {cells} |"
-            )
+            shares = f"{row['word_agreement']:.0%} | {row['agreement']:.1%}"
+            divergence = f"{row['kl']:.3f} ({row['kl_worst_token']:.1f})"
+            lines.append(f"| Whisper tiny.en | {begin} | | | {shares} | {divergence} |")
     return "\n".join(lines)
 
 

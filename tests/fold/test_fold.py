@@ -314,6 +314,31 @@ def test_the_mean_leaves_a_stream_through_everything_that_writes_into_it() -> No
     assert float(model.positions.detach().mean(-1).abs().max()) < 1e-15
 
 
+class Bent(Stream):
+    """The same stream, with one more writer that is not linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x) + x.mean(-1, keepdim=True).exp() * self.constant.sin()
+        x = x + self.one(self.norm1(x))
+        y: Tensor = self.head(self.norm3(x))
+        return y
+
+
+def test_linear_writers_lose_their_means_where_others_write_too() -> None:
+    torch.manual_seed(0)
+    model, x = shaken(Bent()), torch.randn(2, 5, 4).double()
+    first = folded(copy.deepcopy(model), x, affine=False)
+    assert row(first, "center").state == "refused"
+    report = folded(model, x, affine=False, center_partly=True)
+    states = [site.center.state for site in report.sites if site.center.state != "refused"]
+    assert states == ["partly folded"] * 2
+    assert set(row(report, "center").into) == {"into.weight", "into.bias", "one.weight", "one.bias"}
+    assert "not linear" in (row(report, "center").reason or "")
+    assert "0 of 3 means folded, 2 more partly" in str(report)
+    assert type(model.norm1) is nn.LayerNorm
+    assert float(model.one.weight.detach().mean(0).abs().max()) < 1e-15
+
+
 SEES_THE_MEAN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "an RMSNorm": (lambda m, x: m.reader(m.norm(x)) + m.reader(m.rms(x)), "rms sees its mean"),
     "a linear layer": (lambda m, x: m.reader(m.norm(x)) + m.reader(x), "sees its mean"),

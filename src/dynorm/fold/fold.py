@@ -76,7 +76,7 @@ def fold_(
         *args: the example, the arguments of one call; or one batch, a tuple or dict of them.
         affine: fold weights and biases.
         center: fold means.
-        center_partly: fold the means of linear writers where others write too. Nothing becomes
+        center_partly: with ``center``, fold the means of linear writers where others write too. Nothing becomes
             simpler by it, but the tokens of such a stream then have nearly the same mean, often,
             and one centre suits them all when point-wise layers replace the norms.
         redundant: the largest relative change to allow when a norm is removed because it feeds only

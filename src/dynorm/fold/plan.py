@@ -68,7 +68,7 @@ def planned(
                 fold.no_bias_before = str(refusal)
         fold.shared = _shared(fold, graph.slots)
     folds, rescaled = _affine_plan(sites, options)
-    if options.center or options.center_partly:
+    if options.center:
         fold_means(folds, options.center_partly)
     fold_centers(folds)
     if squares is not None:
