@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import dynorm
-from dynorm.errors import DataError, ModelError
+from dynorm.errors import CalibrationWarning, DataError, ModelError
 from dynorm.hub import load, save
 from dynorm.jobs.means import fold_means_
 from dynorm.layers import PointwiseNorm
@@ -139,7 +139,8 @@ def test_a_model_that_cannot_be_traced_is_converted_with_the_reason() -> None:
 
     torch.manual_seed(0)
     model = Branching().eval()
-    report = dynorm.convert_model(model, batches(), fold_means=True, refine=0)
+    with pytest.warns(CalibrationWarning, match=r"foldable.*fold_means=False"):
+        report = dynorm.convert_model(model, batches(), fold_means=True, refine=0)
     stage = report.meta["stages"]["fold_means"]
     assert stage["folded"] == 0
     assert "traceable" in stage["refused"][0]
@@ -202,3 +203,15 @@ def test_a_decoder_with_folded_means_loads_with_transformers(tmp_path: Path) -> 
         expected = model(**samples[0]).logits
         torch.testing.assert_close(loaded(**samples[0]).logits, expected)
     assert loaded.lm_head.weight is not loaded.transformer.wte.weight
+
+
+def test_means_that_only_rounding_shows_are_folded() -> None:
+    """Means a thousand times as large as the rest make float32 round by more than ``fold_`` allows."""
+    model, (ids, *_) = stream(), batches()
+    with torch.no_grad():
+        model.table.weight += 1000 * torch.rand(64, 1)
+    with pytest.raises(ModelError, match="tolerance"):
+        dynorm.fold_(copy.deepcopy(model), ids, affine=False)
+    means = fold_means_(model, ids)
+    assert means is not None
+    assert means.folded == 3

@@ -4,19 +4,23 @@ A point-wise layer has one centre for all tokens, but each token has its own mea
 write into a residual stream are linear, the mean can be taken out of them, exactly.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from dynorm.batches import Batch
-from dynorm.errors import DataError, ModelError
+from dynorm.errors import CalibrationWarning, DataError, ModelError
 from dynorm.find import find_norms
 from dynorm.fold import fold_
 from dynorm.fold.report import FOLDED, PARTLY
 from dynorm.replace.convert import Globs
 from dynorm.table import PlainRecord
+
+_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ def fold_means_(
 ) -> FoldedMeans | None:
     """Fold the means of the selected LayerNorms, in place; return None for a model without any.
 
-    The outputs stay the same. A model that cannot be folded is left as it is, with the reason in the
-    result: it can be converted all the same.
+    The outputs stay the same. A model that cannot be folded is left as it is, with a warning and the
+    reason in the result: it can be converted all the same.
     """
     sites = find_norms(model, batch)
     layernorms = sum(site.kind == "layernorm" and site.refused is None for site in sites)
@@ -79,8 +83,15 @@ def fold_means_(
                 untie=True,
                 only=only,
                 skip=skip,
+                tolerance=_tolerance(model),
             )
     except (ModelError, DataError) as error:
+        warnings.warn(
+            "the means of LayerNorms must be foldable, or the layers in their place lose more, but "
+            f"{error}. Pass fold_means=False to leave them",
+            CalibrationWarning,
+            stacklevel=2,
+        )
         return FoldedMeans(0, 0, layernorms, (str(error),))
     reasons = [site.center.reason for site in report.sites if site.center.reason is not None]
     return FoldedMeans(
@@ -90,6 +101,16 @@ def fold_means_(
         tuple(dict.fromkeys(reasons)),
         tuple(report.untied),
     )
+
+
+def _tolerance(model: nn.Module) -> float | None:
+    """Return the relative error to allow; None for that of ``fold_``.
+
+    In float32 means can be so large that rounding alone changes the outputs by more than ``fold_``
+    allows. The conversion changes them far more.
+    """
+    in_float32 = any(parameter.dtype == torch.float32 for parameter in model.parameters())
+    return _TOLERANCE if in_float32 else None
 
 
 @contextmanager
