@@ -11,7 +11,7 @@ NAME_whisper := Whisper-tiny.en
 BF16 := $(if $(shell grep -m 1 avx512_bf16 /proc/cpuinfo 2>&1),--bf16)
 OPTIONS_minilm := $(BF16)
 # Its constants are refined with all else; blocks of text are measured, and the original is kept to compare with.
-OPTIONS_smollm2 := --witnesses 8 --refine 0 --held-out 96 --keep-original $(BF16)
+OPTIONS_smollm2 := --refine 0 --held-out 96 --keep-original $(BF16)
 # Some 170 photographs are fitted to in crops, and 96 measured as they are.
 OPTIONS_dinov2 := --images build/pictures --refine 0 --held-out 96 --keep-original $(BF16)
 # Twenty voices, of which whole ones are held out.
@@ -21,7 +21,7 @@ DATA_whisper := build/speech
 OUT := build/$(if $(filter minilm,$(MODEL)),demo,$(MODEL))
 # Steps, not minutes: a slow machine takes longer, and gets the figures of the pages all the same.
 STEPS_minilm := 1049
-STEPS_smollm2 := 240
+STEPS_smollm2 := 120
 STEPS_dinov2 := 300
 STEPS_whisper := 56
 LENGTH_GIVEN = $(if $(STEPS),--steps $(STEPS)) $(if $(MINUTES),--minutes $(MINUTES))

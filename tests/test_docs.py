@@ -119,9 +119,9 @@ def test_commands_that_need_an_extra_have_it_near(page: str) -> None:
 @pytest.mark.parametrize(
     ("page", "row", "name"),
     [
-        ("decoder", r"SmolLM2[^|]*, 8 witnesses", "smollm2"),
-        ("vision", r"DINOv2-small[^|]*, 16 witnesses", "dinov2"),
-        ("speech", r"Whisper[^|]*, 8 witnesses", "whisper"),
+        ("decoder", r"SmolLM2[^|]*, 128 witnesses", "smollm2"),
+        ("vision", r"DINOv2-small[^|]*, 128 witnesses", "dinov2"),
+        ("speech", r"Whisper[^|]*, 128 witnesses", "whisper"),
     ],
 )
 def test_a_kind_of_model_has_one_recipe(page: str, row: str, name: str) -> None:

@@ -396,6 +396,20 @@ def test_norms_that_were_not_chosen_stay_norms_of_the_centred_stream() -> None:
     assert not torch.equal(model.norm2.weight, torch.ones(C).double())
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_scale_stays_with_a_bias_that_stays(has_bias: bool) -> None:
+    model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C, bias=has_bias), nn.Linear(C, C))
+    model = shaken(model)
+    x = torch.randn(64, C).double()
+    dynorm.convert_(model, dynorm.find_norms(model, x), witnesses=0)
+    dynorm.calibrate_(model, [x])
+    report = folded(model, x, affine=False)
+    layer = model[1]  # type: ignore[index]
+    assert (layer.scale == 1) is not has_bias
+    assert layer.weight is not None
+    assert row(report, "affine").state == "off"
+
+
 @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf"])
 def test_pointwise_layers_give_away_weight_bias_scale_and_centre(to: str) -> None:
     model = shaken(

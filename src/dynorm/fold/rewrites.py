@@ -41,7 +41,9 @@ def _choose_parts(fold: SiteFold, affine: bool) -> None:
     if fold.with_affine:
         fold.factor = fold.weight
         fold.shift = fold.bias
-    if fold.scale != 1 and fold.chosen:
+    # A bias that stays in the layer would be scaled too.
+    scale_can_go = fold.with_affine or fold.bias is None
+    if fold.scale != 1 and fold.chosen and scale_can_go:
         # Move the scale too, or the layer still multiplies.
         scale = torch.full(
             fold.site.normalized_shape, fold.scale, dtype=torch.float64, device="cpu"
