@@ -23,7 +23,7 @@ OUT := build/$(if $(filter minilm,$(MODEL)),demo,$(MODEL))
 STEPS_minilm := 1049
 STEPS_smollm2 := 120
 STEPS_dinov2 := 300
-STEPS_whisper := 56
+STEPS_whisper := 24
 LENGTH_GIVEN = $(if $(STEPS),--steps $(STEPS)) $(if $(MINUTES),--minutes $(MINUTES))
 LENGTH = $(if $(STEPS)$(MINUTES),$(LENGTH_GIVEN),--steps $(STEPS_$(MODEL)))
 

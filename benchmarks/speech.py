@@ -54,7 +54,7 @@ def main() -> None:
     """Calibrate, distil, and add a row for each stage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--steps", type=int, nargs="+", default=[24, 56], help="of a distillation each, of 4 files"
+        "--steps", type=int, nargs="+", default=[24], help="of a distillation each, of 4 files"
     )
     steps = parser.parse_args().steps
     pretrained, (clips, _) = (
