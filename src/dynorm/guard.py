@@ -4,7 +4,7 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,18 @@ def writes_of(tensor: Tensor) -> int | None:
     if tensor.is_inference():
         return None
     return tensor._version
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode, and afterwards its modules back in theirs."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @contextmanager
@@ -65,7 +77,6 @@ def undisturbed(
         for module in model.modules():
             for table in (vars(module), module._parameters, module._buffers):
                 tables.append((table, dict(table)))
-    training = [module for module in model.modules() if module.training]
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     is_fused = torch.backends.mha.get_fastpath_enabled()
@@ -83,20 +94,16 @@ def undisturbed(
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
 
+    mode = in_eval_mode(model) if evaluate else nullcontext()
     try:
-        if evaluate:
-            model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
-        with torch.random.fork_rng(devices=sorted(cuda)), torch.no_grad():
+        with mode, torch.random.fork_rng(devices=sorted(cuda)), torch.no_grad():
             yield put_back
     finally:
         torch.backends.mha.set_fastpath_enabled(is_fused)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         put_back()
-        if evaluate:
-            for module in training:
-                module.training = True
 
 
 @contextmanager

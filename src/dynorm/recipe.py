@@ -85,18 +85,8 @@ SmolLM2-135M (pre-norm) 0 is by far the best.
 IMAGES = Defaults(
     batch=8, calibration=128, per_channel=False, lean=0.0, witnesses=128, fold_means=True
 )
-LANGUAGE = Defaults(
-    max_length=256,
-    batch=4,
-    calibration=24,
-    per_channel=False,
-    lean=0.0,
-    witnesses=128,
-    fold_means=True,
-)
-AUDIO = Defaults(
-    batch=4, calibration=32, per_channel=False, lean=0.0, witnesses=128, fold_means=True
-)
+LANGUAGE = replace(IMAGES, max_length=256, batch=4, calibration=24)
+AUDIO = replace(IMAGES, batch=4, calibration=32)
 
 
 def defaults_for(language_model: bool, noun: str = "texts") -> Defaults:

@@ -5,8 +5,6 @@ write into a residual stream are linear, the mean can be taken out of them, exac
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +15,7 @@ from dynorm.errors import CalibrationWarning, DataError, ModelError
 from dynorm.find import find_norms
 from dynorm.fold import fold_
 from dynorm.fold.report import FOLDED, PARTLY
+from dynorm.guard import in_eval_mode
 from dynorm.replace.convert import Globs
 from dynorm.table import PlainRecord
 
@@ -74,7 +73,7 @@ def fold_means_(
     if not layernorms:
         return None
     try:
-        with _in_eval_mode(model):
+        with in_eval_mode(model):
             report = fold_(
                 model,
                 batch,
@@ -111,15 +110,3 @@ def _tolerance(model: nn.Module) -> float | None:
     """
     in_float32 = any(parameter.dtype == torch.float32 for parameter in model.parameters())
     return _TOLERANCE if in_float32 else None
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode, and afterwards its modules back in theirs."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
