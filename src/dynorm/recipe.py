@@ -18,7 +18,6 @@ from typing import Any, Literal, TypedDict
 from torch import nn
 
 from dynorm.arguments import (
-    MOST_CHOSEN,
     check_count,
     check_not_negative,
     check_positive,
@@ -55,38 +54,23 @@ REST = "_default"
 
 @dataclass(frozen=True)
 class Defaults:
-    """The defaults that depend on the kind of model."""
+    """The numbers of samples and their size, which depend on the kind of model."""
 
     batch: int
     calibration: int
-    per_channel: bool
-    lean: float
-    witnesses: int
-    fold_means: bool
     max_length: int | None = None
 
 
-ENCODER = Defaults(
-    max_length=128,
-    batch=32,
-    calibration=256,
-    per_channel=True,
-    lean=0.7,
-    witnesses=4,
-    fold_means=False,
-)
-"""For an encoder of texts, and for models that are not of transformers.
+ENCODER = Defaults(max_length=128, batch=32, calibration=256)
+"""For an encoder of texts, and for models that are not of transformers."""
+IMAGES = Defaults(batch=8, calibration=128)
+LANGUAGE = Defaults(max_length=256, batch=4, calibration=24)
+AUDIO = Defaults(batch=4, calibration=32)
+MOST_WITNESSES = 192
+"""The default number of witnesses of a layer, if that is at most a third of its channels.
 
-0.7 is the best ``lean`` for all-MiniLM-L6-v2 (post-norm), without witnesses and with two. For
-SmolLM2-135M (pre-norm) 0 is by far the best.
+With it all-MiniLM-L6-v2, SmolLM2-135M, DINOv2-small and Whisper tiny.en need no training.
 """
-# These three were measured on DINOv2-small, SmolLM2-135M and Whisper tiny.en, which need no training
-# with 128 witnesses if the means are folded first.
-IMAGES = Defaults(
-    batch=8, calibration=128, per_channel=False, lean=0.0, witnesses=128, fold_means=True
-)
-LANGUAGE = replace(IMAGES, max_length=256, batch=4, calibration=24)
-AUDIO = replace(IMAGES, batch=4, calibration=32)
 
 
 def defaults_for(language_model: bool, noun: str = "texts") -> Defaults:
@@ -112,7 +96,7 @@ class LayerFields(TypedDict, total=False):
     """The options of a layer that may differ from site to site."""
 
     to: Target
-    per_channel: bool | None
+    per_channel: bool
     center: bool
     witnesses: int | Sequence[int] | None
 
@@ -128,11 +112,11 @@ class ModelFields(TypedDict, total=False):
     only: Globs
     skip: Globs
     sites: Sites | None
-    per_channel: bool | None
+    per_channel: bool
     center: bool
     witnesses: int | None
-    fold_means: bool | None
-    lean: float | None
+    fold_means: bool
+    lean: float
     tolerance: float
     refine: int
     refine_lr: float
@@ -153,7 +137,7 @@ class ConvertFields(TypedDict):
     to: Target | Sites
     only: Globs
     skip: Globs
-    per_channel: bool | None
+    per_channel: bool
     center: bool
     witnesses: int | None
 
@@ -187,8 +171,8 @@ class Recipe(Plain):
     defaults for the model filled in, into ``meta["recipe"]`` of their report; the command also
     saves it as ``recipe.json``. A file of it is JSON with any of the fields.
 
-    None means the default for the kind of model: an encoder of texts, or a model of language,
-    images or audio.
+    None for ``batch``, ``calibration`` and ``max_length`` means the default for the kind of model:
+    an encoder of texts, or a model of language, images or audio.
 
     Args:
         to: the layer, as in :func:`convert_`.
@@ -196,17 +180,15 @@ class Recipe(Plain):
         skip: globs of the paths to leave unchanged.
         sites: options for each site by the glob of its path, as in :func:`convert_`. The fields
             ``to``, ``per_channel``, ``center`` and ``witnesses`` are for the sites without them.
-        per_channel: one constant per channel instead of one per layer. None means True for an
-            encoder, else False.
+        per_channel: one constant per channel instead of one per layer.
         center: give each layer a centre.
         witnesses: number of channels from which each layer may estimate the size of a token; 0 for
-            the pure function. More than 16 are a sample of all channels. None means 4 for an
-            encoder of texts, else 128, and at most a third of a norm's channels.
+            the pure function. More than 16 are a sample of all channels. None means 192, and at
+            most a third of a norm's channels.
         fold_means: first fold the means of LayerNorms into the weights, as :func:`fold_` does with
             ``center=True``, wherever that is exact: a layer has one centre for all tokens, but
-            each token has its own mean. Tied weights are untied for it. None means True, but
-            False for an encoder of texts.
-        lean: as in :func:`calibrate_`. None means 0.7 for an encoder, else 0.
+            each token has its own mean. Tied weights are untied for it.
+        lean: as in :func:`calibrate_`.
         tolerance: as in :func:`calibrate_`, for ``to="auto"``.
         refine: steps that train the constants of all layers together; 0 for none.
         refine_lr: their learning rate, ``lr`` of :func:`refine_`.
@@ -233,19 +215,19 @@ class Recipe(Plain):
         >>> recipe = dynorm.Recipe(witnesses=2, refine=8)
         >>> recipe.changed(to="dyt").to
         'dyt'
-        >>> recipe.filled_for(nn.Linear(8, 8)).lean
-        0.7
+        >>> recipe.filled_for(nn.Linear(8, 8)).batch
+        32
     """
 
     to: Target = LAYER
     only: Globs = None
     skip: Globs = None
     sites: Sites | None = None
-    per_channel: bool | None = None
+    per_channel: bool = False
     center: bool = True
     witnesses: int | None = None
-    fold_means: bool | None = None
-    lean: float | None = None
+    fold_means: bool = True
+    lean: float = 0.0
     # Over the target's spread. 7 of the 13 norms of all-MiniLM-L6-v2 become lines, at no cost after
     # 200 steps of training; at 0.08 there are 10, for 0.001 of rank correlation.
     tolerance: float = 0.05
@@ -381,8 +363,7 @@ class Recipe(Plain):
         check_positive("refine_lr", self.refine_lr)
         if self.minutes is not None:
             check_not_negative("minutes", self.minutes)
-        if self.lean is not None:
-            check_share("lean", self.lean)
+        check_share("lean", self.lean)
         if self.lr is not None:
             check_positive("lr", self.lr)
 
@@ -446,16 +427,8 @@ class Recipe(Plain):
         return self._filled(defaults_of(model))
 
     def _filled(self, defaults: Defaults) -> Recipe:
-        layer = self.base.filled(defaults)
-        values: dict[str, object] = {
-            "per_channel": layer.per_channel,
-            "witnesses": layer.witnesses,
-        }
-        if self.witnesses is None and defaults.witnesses > MOST_CHOSEN:
-            # The default number of a sample depends on each norm's channels, so it is left open: the
-            # recipe can be used again for a model of any width.
-            values["witnesses"] = None
-        for name in ("fold_means", "lean", "max_length", "batch", "calibration"):
+        values: dict[str, object] = {}
+        for name in ("max_length", "batch", "calibration"):
             if getattr(self, name) is None:
                 values[name] = getattr(defaults, name)
         return self.changed(**values)
@@ -463,12 +436,12 @@ class Recipe(Plain):
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """The layer for a site, with its options; None means the default for the model."""
+    """The layer for a site, with its options."""
 
     to: Target = Recipe.to
-    per_channel: bool | None = Recipe.per_channel
+    per_channel: bool = Recipe.per_channel
     center: bool = Recipe.center
-    # How many channels, or their positions.
+    # How many channels, or their positions; None for the default number.
     witnesses: int | Sequence[int] | None = Recipe.witnesses
 
     @property
@@ -526,26 +499,16 @@ class LayerOptions:
                 f"{self.witnesses!r}"
             )
 
-    def filled(self, defaults: Defaults, channels: int | None = None) -> LayerOptions:
-        """Return the options with the defaults for a kind of model in place of None.
+    def filled(self, channels: int) -> LayerOptions:
+        """Return the options for a norm of that many channels, with a number of witnesses.
 
-        For a norm of a known number of channels the default number of witnesses is at most a third
-        of them. An annealed layer, which is a norm that is trained, has one constant and no
-        witnesses.
+        An annealed layer, which is a norm that is trained, has none by default.
         """
-        per_channel = defaults.per_channel
-        witnesses = defaults.witnesses
-        if channels is not None:
-            witnesses = min(witnesses, max(channels // 3, ENCODER.witnesses))
+        if self.witnesses is not None:
+            return self
         if issubclass(self.kind, AnnealedNorm):
-            per_channel = False
-            witnesses = 0
-        filled = self
-        if self.per_channel is None:
-            filled = replace(filled, per_channel=per_channel)
-        if self.witnesses is None:
-            filled = replace(filled, witnesses=witnesses)
-        return filled
+            return replace(self, witnesses=0)
+        return replace(self, witnesses=min(MOST_WITNESSES, channels // 3))
 
 
 def require_known(values: Iterable[str], known: Sequence[str], owner: str) -> None:

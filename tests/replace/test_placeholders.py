@@ -59,7 +59,9 @@ VERBS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "distill_": ("dyisru", lambda model: dynorm.distill_(model, [X], steps=1, quiet=True)),
     "teacher": (
         "",
-        lambda teacher: dynorm.distill_(converted(), [X], teacher=teacher, steps=1, quiet=True),
+        lambda teacher: dynorm.distill_(
+            converted(), [X], teacher=teacher, steps=1, lr=1e-4, quiet=True
+        ),
     ),
     "init_from_batch_": ("dyisru", lambda model: dynorm.init_from_batch_(model, X)),
     "measure": ("dyisru", lambda model: dynorm.measure(model, [X])),

@@ -168,11 +168,9 @@ def convert(
     only: Only = None,
     skip: Skip = None,
     per_channel: Annotated[
-        bool | None,
+        bool,
         typer.Option(
-            "--per-channel/--per-layer",
-            help="One constant per channel, or one per layer. Default: per channel for an encoder "
-            "of texts, else per layer.",
+            "--per-channel/--per-layer", help="One constant per channel, or one per layer."
         ),
     ] = Recipe.per_channel,
     witnesses: Annotated[
@@ -180,15 +178,14 @@ def convert(
         typer.Option(
             help="Largest number of channels from which each layer may estimate the size of a "
             "token. With 0 a layer computes each channel from that channel only. "
-            "Default: 4 for an encoder of texts, else 128, and at most a third of a norm's channels."
+            "Default: 192, and at most a third of a norm's channels."
         ),
     ] = Recipe.witnesses,
     fold_means: Annotated[
-        bool | None,
+        bool,
         typer.Option(
             "--fold-means/--keep-means",
-            help="First fold the means of LayerNorms into the weights, wherever that is exact. "
-            "Default: for all models but encoders of texts.",
+            help="First fold the means of LayerNorms into the weights, wherever that is exact.",
         ),
     ] = Recipe.fold_means,
     tolerance: Annotated[

@@ -23,7 +23,7 @@ from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.ranks import BATCH, OVER, Ranks
-from dynorm.recipe import Recipe, defaults_of
+from dynorm.recipe import Recipe
 from dynorm.replace.converted import (
     dynorm_layers,
     layers_without_norms,
@@ -167,7 +167,7 @@ def calibrate_(
     model: nn.Module,
     batches: Iterable[Batch],
     *,
-    lean: float | None = Recipe.lean,
+    lean: float = Recipe.lean,
     tolerance: float = Recipe.tolerance,
 ) -> CalibrationReport:
     """Set the constants, witnesses, weight and bias of every point-wise layer from batches of real inputs, in place.
@@ -219,9 +219,9 @@ def calibrate_(
             iterable, read once. They are moved to the model's device.
         lean: where a layer's target lies between the norm's output on the layer's own inputs, at 0,
             which is easier to fit, and the norm's output in the original model, at 1, which undoes
-            errors of the layers before. Take 0 for a pre-norm decoder, whose errors add up in the
-            residual stream: there a layer that repairs too much spoils the later ones. None means
-            0.7, or 0 for a model of transformers that generates text or takes images or audio.
+            errors of the layers before. In a pre-norm model errors add up in the residual stream,
+            where a layer that repairs too much spoils the later ones. 0.7 is better only for a
+            post-norm encoder with few witnesses or none.
         tolerance: how much larger than the best one the error of a simpler layer may be, of those
             that ``to="auto"`` chooses from. An error is the root of the squared one over the
             target's spread.
@@ -248,8 +248,6 @@ def calibrate_(
         >>> [site.tokens for site in report.sites]
         [256]
     """
-    if lean is None:
-        lean = defaults_of(model).lean
     check_share("lean", lean)
     check_not_negative("tolerance", tolerance)
     ranks = Ranks()

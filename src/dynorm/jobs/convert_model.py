@@ -76,11 +76,10 @@ def convert_model(
             "held_out="
         )
     original = copy.deepcopy(model)
-    filled = recipe.filled_for(model)
-    meta: dict[str, object] = {"recipe": filled.to_dict()}
+    meta: dict[str, object] = {"recipe": recipe.filled_for(model).to_dict()}
     try:
         with unchanged_on_error(edited_parts(model), tensors=()):
-            stages = _convert_(model, fit, original, recipe, filled)
+            stages = _convert_(model, fit, original, recipe)
             report = measure(
                 model, tests, original=original, fit_on=fit, seed=recipe.seed, meta=meta
             )
@@ -95,17 +94,17 @@ def convert_model(
 
 
 def _convert_(
-    model: nn.Module, fit: list[Batch], original: nn.Module, recipe: Recipe, filled: Recipe
+    model: nn.Module, fit: list[Batch], original: nn.Module, recipe: Recipe
 ) -> dict[str, object]:
     """Go through all stages of a recipe but the measuring; return the reports on some of them."""
     stages: dict[str, object] = {}
     args, kwargs = arguments(model, fit[0])
-    if filled.fold_means:
-        means = fold_means_(model, fit[0], recipe.only, recipe.skip)
+    if recipe.fold_means:
+        means = fold_means_(model, fit[0], recipe)
         if means is not None:
             stages["fold_means"] = means.to_dict()
     convert_(model, find_norms(model, *args, **kwargs), **recipe.convert_fields)
-    calibrate_(model, fit, lean=filled.lean, tolerance=recipe.tolerance)
+    calibrate_(model, fit, lean=recipe.lean, tolerance=recipe.tolerance)
     if recipe.refine:
         refine_(model, fit, steps=recipe.refine, **recipe.refine_fields)
     if recipe.steps or recipe.minutes:

@@ -114,7 +114,6 @@ def load_job(
     split = split_audio if noun == "audio" else split_texts
     fit, held_out = split(readable, recipe.held_out, recipe.seed, noun)
     pretrained = checkpoint.load()
-    has_default_witnesses = recipe.witnesses is None
     recipe = recipe.filled(language_model, noun)
     original = None
     listener = None
@@ -143,7 +142,6 @@ def load_job(
         Ranks(),
         original,
         listener,
-        has_default_witnesses,
     )
 
 
@@ -161,16 +159,8 @@ class Job:
     ranks: Ranks
     original: Any = None
     listener: Listener | None = None
-    # The number of witnesses is the default for the kind of model, not the user's.
-    has_default_witnesses: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     details: JsonObject = field(default_factory=dict)
-
-    @property
-    def layers(self) -> Recipe:
-        """The recipe for ``convert_``: witnesses that the user did not ask for are a limit."""
-        recipe: Recipe = self.recipe
-        return recipe.changed(witnesses=None) if self.has_default_witnesses else recipe
 
     @property
     def calibration(self) -> list[Any]:
@@ -220,7 +210,7 @@ class Job:
         _, example = arguments(model, batch)
         if self.recipe.fold_means:
             with self.stage("fold_means"):
-                means = fold_means_(model, batch, self.recipe.only, self.recipe.skip)
+                means = fold_means_(model, batch, self.recipe)
             if means is not None:
                 self.say(str(means))
                 self.details["fold_means"] = means.to_dict()
@@ -232,7 +222,7 @@ class Job:
                 "convert the original"
             )
         with self.stage("convert"):
-            return convert_(model, sites, **self.layers.convert_fields)
+            return convert_(model, sites, **self.recipe.convert_fields)
 
     def convert_(self) -> None:
         """Replace the norms, and calibrate the new layers."""

@@ -5,21 +5,24 @@ write into a residual stream are linear, the mean can be taken out of them, exac
 """
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from dynorm.batches import Batch
+from dynorm.batches import Batch, arguments
 from dynorm.errors import CalibrationWarning, DataError, ModelError
 from dynorm.find import find_norms
 from dynorm.fold import fold_
 from dynorm.fold.report import FOLDED, PARTLY
 from dynorm.guard import in_eval_mode
-from dynorm.replace.convert import Globs
+from dynorm.recipe import Recipe
+from dynorm.replace.convert import selected_options
 from dynorm.table import PlainRecord
 
 _TOLERANCE = 1e-3
+ALL_NORMS = Recipe()
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class FoldedMeans(PlainRecord):
         folded: the number of LayerNorms whose input has no mean any more, which were then RMSNorms.
         partly: the number of others on streams that not only linear modules write into. The mean
             that is left is that of the others.
-        layernorms: the number of all LayerNorms.
+        layernorms: the number of all LayerNorms that are to be replaced.
         refused: why means stayed, each reason once.
         untied: the parameters that were tied to others before, such as a head's.
 
@@ -56,21 +59,27 @@ class FoldedMeans(PlainRecord):
         if self.untied:
             text += f", and {', '.join(self.untied)} untied"
         if self.refused:
-            text += f"; some means stay: {'; '.join(self.refused)}"
+            text += f"; others stay: {self.refused[0]}"
+        if len(self.refused) > 1:
+            text += f" (and {len(self.refused) - 1} like reasons)"
         return text
 
 
-def fold_means_(
-    model: nn.Module, batch: Batch, only: Globs = None, skip: Globs = None
-) -> FoldedMeans | None:
-    """Fold the means of the selected LayerNorms, in place; return None for a model without any.
+def fold_means_(model: nn.Module, batch: Batch, recipe: Recipe = ALL_NORMS) -> FoldedMeans | None:
+    """Fold the means of the LayerNorms that a recipe replaces, in place; return None if there are none.
 
     The outputs stay the same. A model that cannot be folded is left as it is, with a warning and the
     reason in the result: it can be converted all the same.
     """
-    sites = find_norms(model, batch)
-    layernorms = sum(site.kind == "layernorm" and site.refused is None for site in sites)
-    if not layernorms:
+    args, kwargs = arguments(model, batch)
+    sites = find_norms(model, *args, **kwargs)
+    by_glob = recipe.target if isinstance(recipe.target, Mapping) else {}
+    selected = selected_options(sites, by_glob, recipe.base, recipe.only, recipe.skip)
+    paths = []
+    for site in sites:
+        if site.kind == "layernorm" and site.refused is None and site.path in selected:
+            paths.append(site.path)
+    if not paths:
         return None
     try:
         with in_eval_mode(model):
@@ -80,8 +89,7 @@ def fold_means_(
                 affine=False,
                 center_partly=True,
                 untie=True,
-                only=only,
-                skip=skip,
+                only=paths,
                 tolerance=_tolerance(model),
             )
     except (ModelError, DataError) as error:
@@ -91,12 +99,12 @@ def fold_means_(
             CalibrationWarning,
             stacklevel=2,
         )
-        return FoldedMeans(0, 0, layernorms, (str(error),))
+        return FoldedMeans(0, 0, len(paths), (str(error),))
     reasons = [site.center.reason for site in report.sites if site.center.reason is not None]
     return FoldedMeans(
         report.count("center", FOLDED),
         report.count("center", PARTLY),
-        layernorms,
+        len(paths),
         tuple(dict.fromkeys(reasons)),
         tuple(report.untied),
     )

@@ -17,7 +17,7 @@ from dynorm.find.recover import affine_of
 from dynorm.find.tokens import named_tensors
 from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.recipe import REST, LayerOptions, Recipe, Sites, Target, defaults_of
+from dynorm.recipe import REST, LayerOptions, Recipe, Sites, Target
 from dynorm.recipe import Globs as Globs
 from dynorm.replace.converted import Replaced, dynorm_layers, is_ours, replaced_by
 from dynorm.replace.swap import original_, swap_, take_over_, tensor_like
@@ -87,7 +87,7 @@ def convert_(
     *,
     only: Globs = Recipe.only,
     skip: Globs = Recipe.skip,
-    per_channel: bool | None = Recipe.per_channel,
+    per_channel: bool = Recipe.per_channel,
     center: bool = Recipe.center,
     witnesses: int | Sequence[int] | None = Recipe.witnesses,
 ) -> ConversionReport:
@@ -115,16 +115,13 @@ def convert_(
         only: globs of the paths to convert; None means all. A head of unit length must be given by
             its full path.
         skip: globs of the paths whose norms stay.
-        per_channel: one constant per channel instead of one per layer. None means True, or False
-            for a model of transformers that generates text or takes images or audio, and for
-            annealed layers.
+        per_channel: one constant per channel instead of one per layer.
         center: give each layer a centre.
         witnesses: how many witness channels :func:`calibrate_` may choose for each layer, which is
             point-wise until then; at most the channels of the widest norm. Or the positions of the
             channels themselves, the same for every layer. 0 keeps the pure function. More than 16
-            are a sample of all channels. None means 128 for a model of transformers that generates
-            text or takes images, 8 for one that takes audio, 4 for others, at most a third of a
-            norm's channels, and 0 for annealed layers.
+            are a sample of all channels. None means 192, and at most a third of a norm's channels;
+            0 for annealed layers.
 
     Returns:
         A report with one row per site. Refused sites keep their norms and are listed.
@@ -148,7 +145,7 @@ def convert_(
         site  norm          layer
         1     layernorm(8)  dyisru
         >>> model[1]
-        DyISRU(8, beta=8, scale=2.646, per_channel=True, center=True, elementwise_affine=True, bias=True)
+        DyISRU(8, beta=8, scale=2.646, per_channel=False, center=True, elementwise_affine=True, bias=True)
     """
     by_glob: Sites = {}
     if isinstance(to, Mapping):
@@ -177,16 +174,16 @@ def convert_(
         )
     if only is not None:
         only = as_globs(only)
-    options_by_path = _options_by_path(sites, by_glob, base)
+    options_by_path = selected_options(sites, by_glob, base, only, skip)
     exact_paths = {*by_glob, *(only or ())}
     replaceable = []
     refused = []
-    chosen = []
-    for site in select_sites(sites, only, skip):
-        if options_by_path[site.path] is not None:
-            chosen.append(site)
-    skipped = [site for site in sites if site not in chosen and site.refused is None]
-    for site in chosen:
+    skipped = []
+    for site in sites:
+        if site.path not in options_by_path:
+            if site.refused is None:
+                skipped.append(site)
+            continue
         is_named = not exact_paths.isdisjoint((site.path, *site.aliases))
         if site.refused == UNIT_LENGTH and is_named:
             replaceable.append(replace(site, refused=None))
@@ -197,10 +194,7 @@ def convert_(
     widest = max((math.prod(site.normalized_shape) for site in replaceable), default=0)
     most = 0
     for site in replaceable:
-        options = options_by_path[site.path]
-        if options is not None:
-            # A default is a limit, also for norms of fewer channels.
-            most = max(most, options.most_witnesses)
+        most = max(most, options_by_path[site.path].most_witnesses)
     if replaceable and most > widest:
         raise ArgumentError(
             f"witnesses must be a number of channels from 0 to {widest}, those of the widest norm, "
@@ -215,12 +209,9 @@ def convert_(
     copies: dict[Tensor, nn.Parameter] = {}
     new: dict[nn.Module, nn.Module] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    defaults = defaults_of(model)
     names = []
     for site in replaceable:
-        options = options_by_path[site.path]
-        assert options is not None
-        options = options.filled(defaults, math.prod(site.normalized_shape))
+        options = options_by_path[site.path].filled(math.prod(site.normalized_shape))
         norm = _norm_at(modules, site)
         like = tensor_like(norm, model)
         layer = options.kind(**_arguments(site, options), device=like.device, dtype=like.dtype)
@@ -384,10 +375,14 @@ def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
     return module
 
 
-def _options_by_path(
-    sites: Sequence[NormSite], by_glob: Sites, base: LayerOptions
-) -> dict[str, LayerOptions | None]:
-    """Return the options of each site by its path: those of the first glob that matches it."""
+def selected_options(
+    sites: Sequence[NormSite], by_glob: Sites, base: LayerOptions, only: Globs, skip: Globs
+) -> dict[str, LayerOptions]:
+    """Return the options of each site that is to be converted, by its path.
+
+    They are those of the first glob that matches the site. Sites with None, and those that ``only``
+    and ``skip`` leave out, are not among them.
+    """
     globs = as_globs(by_glob)
     require_matches(sites, [glob for glob in globs if glob != REST])
     rest: LayerOptions | None = base
@@ -405,12 +400,14 @@ def _options_by_path(
         if checked is not None:
             checked.check()
     by_path = {}
-    for site in sites:
-        by_path[site.path] = rest
-        for glob, choice in options.items():
+    for site in select_sites(sites, only, skip):
+        choice = rest
+        for glob, options_of_glob in options.items():
             if site.matches([glob]):
-                by_path[site.path] = choice
+                choice = options_of_glob
                 break
+        if choice is not None:
+            by_path[site.path] = choice
     return by_path
 
 
