@@ -188,9 +188,9 @@ def calibrate_(
     A layer that :func:`convert_` allowed N witnesses gets at most N, with their gains, and the
     centre 0. Up to 16 are chosen one by one, and more are a sample of all channels
     (:class:`dynorm.fit.witnesses.Sample`). Each call chooses them again (see
-    :class:`dynorm.fit.witnesses.TokenScales`, which keeps two matrices of 66 x 66 per site, or of
-    N + 2 for a sample). ``log_gain`` is then a new parameter: make the
-    optimizer afterwards. Witnesses that were named stay, and get their gains.
+    :class:`dynorm.fit.witnesses.TokenScales`, which keeps four matrices of 66 x 66 per site, or of
+    N + 2 for a sample). ``log_gain`` is then a new parameter: make the optimizer afterwards.
+    Witnesses that were named stay, and get their gains.
 
     With ``to="auto"`` there are four candidates, from the simplest: linear, linear with witnesses,
     DyISRU, and DyISRU with witnesses. Each site gets the first whose error on held-out tokens is at

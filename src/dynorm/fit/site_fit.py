@@ -37,7 +37,8 @@ _CAREFUL = 0.3
 _LEAST_OF_SAMPLE = 1e-3
 # Least squares shrinks outputs that it cannot predict, and site after site the shrinkage
 # multiplies. So the slope is multiplied by |correlation|^-1/2, which undoes half of the shrinkage on
-# a log scale. A careful fit keeps it: its layers should add less of the unknown part.
+# a log scale. A careful fit keeps the shrinkage: its layers should add less of
+# the unknown part.
 _GIVE_BACK = 0.5
 # This number of values stays in the cache of a CPU core.
 _CHUNK = 1 << 18
@@ -53,9 +54,10 @@ _SIMPLEST_FIRST = [
 
 
 class Sums:
-    """Sums over tokens for each channel, of targets y and of a layer's function f with each candidate beta.
+    """Sums over tokens, for each channel, of targets y and of a layer's function f with each beta.
 
-    All are views of one tensor, so that one exchange adds them over the ranks.
+    For a layer with a bias they are of the differences of y and f from their first means. All are
+    views of one tensor, so that one exchange adds them over the ranks.
     """
 
     def __init__(self, candidates: int, like: Tensor) -> None:
@@ -85,7 +87,7 @@ class LeastSquares:
 class Solution:
     """The best constants of one layer, one value per channel in float64."""
 
-    beta: Tensor  # DyISRU's; the same for all channels of a layer that has one for all
+    beta: Tensor  # the same in all channels of a layer that has one for all
     weight: Tensor  # the factor of the function
     bias: Tensor
     error: Tensor  # the mean squared error that is left
@@ -180,8 +182,9 @@ class SiteFit:
                 first = self.tokens + sum(counts[: self._ranks.rank])
                 numbers = first + torch.arange(len(x), device=x.device, dtype=torch.float64)
             self._scales.update(x - self._center, numbers)
-        # Choose again at the updates 1, 2, 4, 8 and so on. A choice starts new sums, so with equal
-        # updates at least half of all tokens are in them, except just after it.
+        # Choose again at the updates 1, 2, 4, 8 and so on. Other witnesses than before start new
+        # sums. Just before the next choice these hold at least half of all tokens, if updates are
+        # equally large.
         if self._updates & (self._updates - 1) == 0:
             self._choose_(x, y)
         self.tokens += sum(counts)
@@ -398,7 +401,7 @@ class SiteFit:
         residual = (var_y - best * cov).clamp_min(0)
         slope = best
         if not self._careful:
-            # Least squares shrank the slope by |correlation|.
+            # The outputs of the best slope have |correlation| times the target's spread.
             # A target that is 0 has no size to give back.
             ratio = torch.where(var_y > _TINY, var_f.clamp_min(0) / var_y.clamp_min(_TINY), 0.0)
             correlation = (slope.abs() * ratio.sqrt()).clamp(1e-2, 1)

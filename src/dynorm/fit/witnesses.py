@@ -59,7 +59,7 @@ class Witnesses:
     gains: tuple[float, ...]  # the weight of each one's square
     beta: float  # the constant that replaces the rest of the sum
     # How much of the variation of the size over held-out tokens 0, 1, 2, ... channels explain, at
-    # most 1; of fixed channels none and all. Below 0, they explain less than a constant.
+    # most 1; for fixed channels only of none and of all. Below 0, they explain less than a constant.
     explained: tuple[float, ...]
 
     @property
@@ -78,7 +78,7 @@ class Gram:
 
     products: Tensor  # (K + 1, K + 1): each column times each, the one of the constant last
     targets: Tensor  # (K + 1): each column times the target
-    weight: Tensor  # (): the target's square, which is the weight of all tokens
+    weight: Tensor  # (): the sum of the tokens' weights, because the target is 1
 
     @classmethod
     def of(cls, sums: Tensor) -> Self:
@@ -96,7 +96,7 @@ class Gram:
         return torch.cat([channels, constant], -1)
 
     def drawn_to(self, gains: Tensor) -> "Gram":
-        """Return the sums with a penalty on the squared distance of the gains from some others.
+        """Return the sums with a penalty on the squared distance of the gains from the given ones.
 
         The constant is left out, because a sample explains all of the sum. A small token would come
         out of the layer far too small with a constant that fits the others.
@@ -385,7 +385,7 @@ class TokenScales:
         fitted = self._drawn(Gram.of(sums[0]))
         held_out = Gram.of(sums[1])
         nothing = torch.arange(0, device="cpu")
-        # The constant of a sample is 0, but that without witnesses is fitted.
+        # Without witnesses there is only the constant, so it is fitted; with a sample it is 0.
         constant = Gram.of(sums[0]).solve(nothing[None])[0]
         errors = [held_out.error(nothing, constant)]
         if self._fixed:
@@ -395,15 +395,19 @@ class TokenScales:
             chosen = nothing
             robust_fitted = Gram.of(robust_sums[0])
             robust_held_out = Gram.of(robust_sums[1])
-            last = robust_held_out.error(nothing, robust_fitted.solve(nothing[None])[0])
+            last_robust_error = robust_held_out.error(
+                nothing, robust_fitted.solve(nothing[None])[0]
+            )
             is_worth_it = True
             most = min(max(limit, _REPORTED), fitted.candidates)
+            # After the first channel that is not worth it, the loop goes on only for the errors
+            # in the report.
             for tried in robust_fitted.growing_sets(most):
                 solution = fitted.solve(tried.channels[None])[0]
                 errors.append(held_out.error(tried.channels, solution))
-                error = robust_held_out.error(tried.channels, tried.solution)
-                is_better = error < (1 - _WORTH) * last
-                last = error
+                robust_error = robust_held_out.error(tried.channels, tried.solution)
+                is_better = robust_error < (1 - _WORTH) * last_robust_error
+                last_robust_error = robust_error
                 if len(tried.channels) > limit or not is_better:
                     is_worth_it = False
                 if is_worth_it:
@@ -426,7 +430,7 @@ class TokenScales:
             if gain > 0:
                 channels.append(channel)
                 gains.append(gain)
-        # A larger set may ignore channels, so the error never increases with the count.
+        # A larger set may ignore channels, so its error counts as at most that of a smaller one.
         explained = [1 - least / errors[0] for least in accumulate(errors, min)]
         return Witnesses(tuple(channels), tuple(gains), beta, tuple(explained))
 

@@ -100,7 +100,7 @@ def _norms_fed(folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFold]:
         value = trace.value
         for user in users(value):
             op, _ = producer(user)
-            # A move by an index, which is another tensor, may bring other tokens.
+            # A move that takes a second tensor, an index, may bring other tokens.
             if is_move(user, value) and op.all_input_nodes == [value] and -1 not in shape(user):
                 moved = moved_like(user, value, trace.token_of)
                 todo.append(_Trace(user, moved, trace.after_product))

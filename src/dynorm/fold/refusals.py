@@ -1,4 +1,7 @@
-"""Where a fold is refused: for a model, for the weights that would take a norm's over."""
+"""Refuse a fold for a whole model, or for the weights that would take a norm's over.
+
+Other refusals are raised where the operator or the rewrite is: see ``RefusedError``.
+"""
 
 from collections.abc import Sequence
 

@@ -68,7 +68,7 @@ class FoldReport(Plain):
     """The outcome of ``fold_``, one row per site.
 
     Args:
-        sites: the norms and point-wise layers, in call order.
+        sites: the norms in call order, then the point-wise layers in the order of the modules.
         added_biases: the modules that got a bias.
         untied: the parameters that were tied to others before.
         error: the largest relative error of the outputs on fresh inputs and the example, or None if

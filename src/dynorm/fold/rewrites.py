@@ -97,7 +97,7 @@ def fold_means(folds: Sequence[SiteFold], partly: bool) -> None:
     stay LayerNorms.
     """
     layernorms = [fold for fold in folds if fold.calls and fold.site.kind == "layernorm"]
-    seen: dict[Stream, str] = {}
+    mean_seen_by: dict[Stream, str] = {}
     refusals: dict[Stream, str] = {}
     for fold in layernorms:
         fold.streams = list(dict.fromkeys(fold.around.before))
@@ -105,8 +105,8 @@ def fold_means(folds: Sequence[SiteFold], partly: bool) -> None:
             try:
                 _require_only_layernorms(folds, stream)
             except RefusedError as refusal:
-                seen[stream] = str(refusal)
-            reason = _other_writer(folds, stream) or seen.get(stream)
+                mean_seen_by[stream] = str(refusal)
+            reason = _other_writer(folds, stream) or mean_seen_by.get(stream)
             if reason is not None:
                 refusals[stream] = reason
     # A norm that is not exactly an RMSNorm needs the means of its streams.
@@ -120,7 +120,7 @@ def fold_means(folds: Sequence[SiteFold], partly: bool) -> None:
                 fold.mean_kept = refusals.get(stream)
         if partly and fold.chosen and fold.mean_kept is not None:
             fold.partly_centred = [
-                stream for stream in fold.streams if stream not in seen and stream.writes
+                stream for stream in fold.streams if stream not in mean_seen_by and stream.writes
             ]
 
 
@@ -128,10 +128,11 @@ def _other_writer(folds: Sequence[SiteFold], stream: Stream) -> str | None:
     """Return why some of the means stay: a writer is not linear."""
     if stream.writers_unknown is not None:
         return stream.writers_unknown
-    for use in stream.norms_before:
+    if stream.norms_before:
+        norm = folds[stream.norms_before[0].index]
         return (
-            f"written by the norm {folds[use.index].path}, whose weight and bias give it a mean "
-            "again (post-norm)"
+            f"written by the norm {norm.path}, whose weight and bias give it a mean again "
+            "(post-norm)"
         )
     return None
 

@@ -54,6 +54,7 @@ class NewValues:
                 if (weight, bias) in done:
                     continue
                 done.add((weight, bias))
+                # From the old weight, so that one that is read with two biases is scaled once.
                 if fold.factor is not None:
                     self.values[weight] = reader.scaled(weight.double(), fold.factor)
                 if fold.shift is not None:
@@ -121,7 +122,7 @@ def new_values(folds: Sequence[SiteFold], rescaled: Sequence[RescaledStream]) ->
             streams.update(dict.fromkeys(fold.streams))
         streams.update(dict.fromkeys(fold.partly_centred))
     new.center_writers(list(streams))
-    # Factors come last, because writers are centred before they are divided.
+    # Last, because the mean to take out is that of the channels before a factor divides each.
     for part in rescaled:
         new.rescale(part)
     return new

@@ -5,8 +5,8 @@ Parameters with one value per channel are sharded with the channels, and each ra
 gradient of its shard. All other parameters are replicated. If x is sharded, each rank computes one
 part of their gradients, which are the sums over the ranks: DTensor's ``Partial``.
 
-A layer with witnesses reads these few channels too. If the channels are sharded, one all-reduce of
-a number per witness and token sends them to every rank, and another one sends their gradients back.
+A layer with witnesses reads their channels too. If the channels are sharded, each rank sends one
+number per token to the others, and in backward the gradients of these numbers are summed.
 """
 
 import math
@@ -31,8 +31,8 @@ def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
             + \mathrm{bias}_r
 
     on rank r, with the scale of all channels (:math:`\sqrt C` with the global C). The parameters
-    are sharded, and witnesses are sent, as for :class:`PointwiseParallel`; the values of witnesses
-    are sent in float32 (or float64). The fused kernels are used as for a plain tensor.
+    are sharded as for :class:`PointwiseParallel`; what witnesses need is sent in float32 (or
+    float64). The fused kernels are used as for a plain tensor.
 
     Args:
         layer: a point-wise layer whose parameters are DTensors on the mesh of x.
@@ -122,6 +122,24 @@ def is_channelwise(name: str, parameter: Tensor, layer: PointwiseNorm) -> bool:
     return tuple(parameter.shape) == layer.normalized_shape and name != "log_gain"
 
 
+class _Gathered(torch.autograd.Function):
+    """The numbers (..., n) of each of a group's R processes, which all use them: (..., R n)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        ctx.numbers = x.shape[-1]
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        total: Tensor = _Summed.apply(gradients[0], ctx.group)  # type: ignore[no-untyped-call]
+        first = ctx.numbers * ctx.group.rank()
+        return total.narrow(-1, first, ctx.numbers), None
+
+
 class _Summed(torch.autograd.Function):
     """The sum over a group's processes, each of which uses it for its own part of the result."""
 
@@ -140,39 +158,42 @@ class _Summed(torch.autograd.Function):
 def _with_witnesses(
     twin: PointwiseNorm, x: Tensor, channels: list[int], groups: list[ProcessGroup]
 ) -> Tensor:
-    """Return the function of this rank's channels, with witnesses from any rank.
+    r"""Return the function of this rank's channels, with witnesses from any rank.
 
-    The witnesses are appended to the channels, and cut from the result. A witness among this rank's
-    channels is read there, so that the sum of DyISRU for that channel omits it.
+    Each rank sends one number per token, :math:`\sqrt{\sum_k g_k u_k^2}` of its own witnesses. The
+    numbers of the others are appended to the channels, as witnesses with a gain of 1, and cut from
+    the result. So DyISRU can leave a witness out of the sum for its own channel, which it could not
+    do exactly with the sum over all ranks.
     """
+    assert twin.log_gain is not None
     dims = twin.dims
     last = tuple(range(-len(dims), 0))
     u = upcast(x).movedim(dims, last).flatten(-len(dims))
     if twin.center is not None:
         u = u - upcast(twin.center).flatten()
-    # Zeros that depend on u: a rank without witnesses must take part in the sum of the gradients.
-    everywhere = torch.ones_like(u[..., 0], dtype=torch.bool)
-    zeros = u[..., 0].masked_fill(everywhere, 0.0)
-    parts = []
-    # For each witness, where to read it among the channels and the appended witnesses.
+    # The places of this rank's witnesses among its channels, and in the list of all witnesses.
     positions = []
+    numbers = []
     for number, witness in enumerate(twin.witness_channels):
         if witness in channels:
-            position = channels.index(witness)
-            parts.append(u[..., position])
-        else:
-            position = len(channels) + number
-            parts.append(zeros)
-        positions.append(position)
-    # Each witness is on one rank only, so the sum is its value.
-    witnesses = torch.stack(parts, -1)
+            positions.append(channels.index(witness))
+            numbers.append(number)
+    log_gain = twin.log_gain[numbers]
+    weighted = u[..., positions] * (0.5 * upcast(log_gain)).exp()
+    # Squares of float32 do not overflow in float64. The gradient at 0 is 0.
+    sizes = torch.linalg.vector_norm(weighted, dim=-1, keepdim=True, dtype=torch.float64)
+    sizes = sizes.to(u.dtype)
+    rank = 0
     for group in groups:
-        witnesses = _Summed.apply(witnesses, group)  # type: ignore[no-untyped-call]
+        rank += group.rank() * sizes.shape[-1]
+        sizes = _Gathered.apply(sizes, group)  # type: ignore[no-untyped-call]
+    others = torch.cat([sizes[..., :rank], sizes[..., rank + 1 :]], -1)
+    appended = range(len(channels), len(channels) + others.shape[-1])
 
     def padded(parameter: Tensor) -> Tensor:
         if tuple(parameter.shape) != twin.normalized_shape:
             return parameter
-        return torch.cat([parameter.flatten(), parameter.new_ones(len(positions))])
+        return torch.cat([parameter.flatten(), parameter.new_ones(len(appended))])
 
     second_constant = None
     if len(twin.constants) > 1:
@@ -184,11 +205,11 @@ def _with_witnesses(
         second_constant,
         weight=None if weight is None else padded(weight),
         bias=None if twin.bias is None else padded(twin.bias),
-        log_gain=twin.log_gain,
+        log_gain=torch.cat([log_gain, log_gain.new_zeros(len(appended))]),
     )
-    index = torch.tensor(positions, device=x.device)
+    index = torch.tensor([*positions, *appended], device=x.device)
     form = twin.form(twin.scale)
-    y = form.definition(torch.cat([u, witnesses], -1), parameters, -1, index)
+    y = form.definition(torch.cat([u, others], -1), parameters, -1, index)
     y = y[..., : len(channels)].reshape(*y.shape[:-1], *twin.normalized_shape)
     return y.movedim(last, dims).to(x.dtype)
 

@@ -33,8 +33,9 @@ from dynorm.replace.converted import dynorm_layers
 class PointwiseParallel(ParallelStyle):
     """Shard a point-wise layer like its input: over channels, sequence or batch.
 
-    The layer then needs no collective, except that a layer with witnesses whose channels are
-    sharded has one all-reduce each way, of a number per witness and token.
+    The layer then needs no collective, except that for a layer with witnesses whose channels are
+    sharded each rank sends one number per token to the others: one all-gather forward, and one
+    all-reduce backward.
 
     If the channels are sharded, so are ``weight``, ``bias`` and constants with one value per
     channel. Constants with one value for all channels are replicated; their gradients are sums over

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 Owners = dict[Tensor, list[Owner]]
+# How far down plain containers are searched for tensors.
+_DEPTH = 5
 
 
 @torch.library.custom_op("dynorm::norm_call", mutates_args=())
@@ -222,7 +224,7 @@ def _overlapping(model: nn.Module) -> set[Tensor]:
     for module in model.modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
-                plain += _held_plainly(value, 5)
+                plain += _held_plainly(value, _DEPTH)
     by_memory: dict[object, list[Tensor]] = {}
     for tensor in (*tensors, *plain):
         if tensor.numel():
