@@ -78,7 +78,14 @@ def main() -> None:
         "--every", type=int, default=60, help="steps from one measurement to the next"
     )
     parser.add_argument("--witnesses", type=int, default=8, help="per layer, at most")
-    steps, every, witnesses = vars(parser.parse_args()).values()
+    parser.add_argument(
+        "--refine", type=int, default=0, help="steps of refinement, of a copy; 0 for none"
+    )
+    parser.add_argument(
+        "--float32", action="store_true", help="train in float32: for processors without bfloat16"
+    )
+    options = parser.parse_args()
+    steps, every, witnesses = options.steps, options.every, options.witnesses
     started = time.process_time()
     pretrained, original, _, fit, kinds = converted_decoder(witnesses)
     model, length = pretrained.model, ABOUT["length"]
@@ -90,7 +97,8 @@ def main() -> None:
     near = near_ties(original, prompts, continued)
 
     def add(stage: str, done: int, other: Any) -> None:
-        row: Row = {"stage": stage, "witnesses": witnesses if other is model else 0, "steps": done}
+        is_original = stage.startswith("the original")
+        row: Row = {"stage": stage, "witnesses": 0 if is_original else witnesses, "steps": done}
         row["tokens"] = done * BATCH * length
         row |= {name: figures(other, original, batches) for name, batches in tests.items()}
         same = pretrained.greedy(other, prompts, ASKED) == continued
@@ -112,6 +120,11 @@ def main() -> None:
         # The effect of rounding on the greedy tokens.
         add("the original in bfloat16", 0, copy.deepcopy(original).bfloat16())
     add("calibrated", 0, model)
+    if options.refine:
+        refined = copy.deepcopy(model)
+        batches = make_batches(pretrained, fit[: options.refine * BATCH], BATCH, 0)
+        dynorm.refine_(refined, batches, steps=options.refine, bf16=not options.float32)
+        add("refined", options.refine, refined)
     if steps:
         batches = ShuffledBatches(partial(make_batches, pretrained), fit, BATCH, 0)
         dynorm.distill_(
@@ -119,7 +132,7 @@ def main() -> None:
             batches,
             teacher=original,
             steps=steps,
-            bf16=True,
+            bf16=not options.float32,
             quiet=True,
             callbacks=[Measure()],
         )

@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import memory
-from dynorm.recipe import LANGUAGE
+from dynorm.recipe import MOST_WITNESSES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,7 +36,7 @@ def models_table() -> str:
         _encoder(),
         _pure_encoder(),
         _lines(),
-        _decoder(LANGUAGE.witnesses),
+        _decoder(MOST_WITNESSES),
         _decoder(8),
         _decoder(16),
         _byte_model(),
@@ -89,16 +89,31 @@ def _encoder() -> list[str]:
     demo = _load("demo")
     seconds = demo["meta"]["seconds"]
     stages = [seconds[stage] for stage in ("calibrate", "refine", "distill")]
-    steps = demo["meta"]["stages"]["distill"]["steps"]
     return _row(
-        "all-MiniLM-L6-v2, encoder, 4 witnesses",
+        "all-MiniLM-L6-v2, encoder, 128 witnesses",
         "`make demo`",
         "mean cosine to the original, 512 docstrings",
         time="{:.0f} s, {:.0f} s, {:.0f} s".format(*stages),
-        calibrated=f"{mean(cosines(4, 'calibrated')):.4f}",
-        refined=f"{mean(cosines(4, 'refined')):.4f}",
-        distilled=f"{demo['output']['cosine_mean']:.4f} ({steps:,} steps)",
+        calibrated=f"{untrained_encoder()['cosine_mean']:.4f}",
+        refined=f"{untrained_encoder(refined=50)['cosine_mean']:.4f}",
+        distilled=f"{demo['output']['cosine_mean']:.4f} ({demo_steps():,} steps)",
     )
+
+
+def demo_steps() -> int:
+    """Return the steps of distillation of the committed run of ``make demo``."""
+    steps: int = _load("demo")["meta"]["stages"]["distill"]["steps"]
+    return steps
+
+
+def untrained_encoder(refined: int = 0) -> dict[str, Any]:
+    """Return the figures of all-MiniLM-L6-v2 by the default recipe, after steps of refinement."""
+    [row] = [
+        row
+        for row in _load("untrained")["rows"]
+        if row["model"] == "minilm" and row.get("refined", 0) == refined
+    ]
+    return row
 
 
 def _pure_encoder() -> list[str]:
@@ -109,7 +124,7 @@ def _pure_encoder() -> list[str]:
     ]
     return _row(
         "the same, a pure function (no witnesses)",
-        "`dynorm convert MODEL OUT --witnesses 0 --steps 1200`",
+        "`dynorm convert MODEL OUT --witnesses 0 --per-channel --steps 1200`",
         "the same",
         calibrated=f"{mean(cosines(0, 'calibrated')):.4f}",
         refined=f"{mean(cosines(0, 'refined')):.4f}",
@@ -134,7 +149,7 @@ def _lines() -> list[str]:
     [distilled] = [r for r in document["distilled"] if (r["to"], r["tolerance"]) == key]
     return _row(
         f"the same, {calibrated['linear']} of 13 norms become lines, which `dynorm fold` then removes",
-        "`dynorm convert MODEL OUT --to auto --steps 200`",
+        "`dynorm convert MODEL OUT --to auto --witnesses 4 --per-channel --steps 200`",
         "rank correlation of all pairs, 512 docstrings",
         calibrated=f"{calibrated['spearman']:.4f}",
         distilled=f"{distilled['spearman']:.4f} ({distilled['steps']} steps)",
@@ -142,10 +157,17 @@ def _lines() -> list[str]:
 
 
 def _decoder(witnesses: int) -> list[str]:
-    rows = [row for row in _load("decoder")["rows"] if row["witnesses"] == witnesses]
+    rows = []
+    for row in _load("decoder")["rows"]:
+        if row["witnesses"] == witnesses and row["stage"] != "refined":
+            rows.append(row)
     last = max(rows, key=lambda row: row["tokens"])
-    options = f"--refine 0 --steps {last['steps']}"
-    if witnesses != LANGUAGE.witnesses:
+    options = "--refine 0"
+    distilled = "not run"
+    if last["steps"]:
+        options += f" --steps {last['steps']}"
+        distilled = f"{_two_losses(last)} ({last['steps']} steps)"
+    if witnesses != MOST_WITNESSES:
         options = f"--witnesses {witnesses} {options}"
     command = f"`dynorm convert MODEL OUT {options}`"
     return _row(
@@ -155,7 +177,7 @@ def _decoder(witnesses: int) -> list[str]:
         time=_processor_time(rows[0], last),
         calibrated=_two_losses(rows[0]),
         refined="not run",
-        distilled=f"{_two_losses(last)} ({last['steps']} steps)",
+        distilled=distilled,
     )
 
 

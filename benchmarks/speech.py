@@ -24,18 +24,19 @@ from dynorm.jobs.job import CALIBRATION_BLOCKS
 from dynorm.jobs.means import fold_means_
 from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import split_audio
-from dynorm.recipe import AUDIO, Recipe
+from dynorm.recipe import MOST_WITNESSES, Recipe
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 from tools.speech import gather
 
 RESULTS = Path(__file__).parent / "results" / "speech.json"
 FIGURES = ("loss_original", "loss_difference", "kl", "agreement")
+CHANNELS = 384
 ABOUT = {
     "model": "Whisper tiny.en, 22 LayerNorms",
-    "held_out": 12,
+    "held_out": 48,
     "batch": 4,
-    "witnesses": AUDIO.witnesses,
+    "witnesses": min(MOST_WITNESSES, CHANNELS // 3),
 }
 
 
@@ -56,7 +57,10 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, nargs="+", default=[24], help="of a distillation each, of 4 files"
     )
-    steps = parser.parse_args().steps
+    parser.add_argument(
+        "--float32", action="store_true", help="train in float32: for processors without bfloat16"
+    )
+    options = parser.parse_args()
     pretrained, (clips, _) = (
         load_pretrained(folder("whisper")),
         find_audio([gather(Path("build/speech"))]),
@@ -98,10 +102,17 @@ def main() -> None:
     calibrate(model, calibration, recipe)
     add("calibrated", 0)
     weights = deepcopy(model.state_dict())
-    for count in steps:
+    for count in options.steps:
         model.load_state_dict(weights)
         batches = ShuffledBatches(inputs.batches, inputs.fit, ABOUT["batch"], 0)
-        dynorm.distill_(model, batches, teacher=original, steps=count, bf16=True, quiet=True)
+        dynorm.distill_(
+            model,
+            batches,
+            teacher=original,
+            steps=count,
+            bf16=not options.float32,
+            quiet=True,
+        )
         add("distilled", count)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import draws, memory, models
 from benchmarks.field import table as field
 from benchmarks.speed import table as speed
-from dynorm.recipe import LANGUAGE
+from dynorm.recipe import MOST_WITNESSES
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- {name}: made by python -m benchmarks.tables -->", "<!-- end -->"
@@ -26,8 +26,8 @@ NAMES = {
 STAGES = ("calibrated", "refined")
 RETRIEVED = {
     "original": "the original",
-    "calibrated": "calibrated and refined, no training (`dynorm convert`)",
-    "demo": "and distilled for 1,049 steps (`make demo`)",
+    "untrained": "converted, no training (`--refine 0`)",
+    "demo": "refined, and distilled for {steps:,} steps (`make demo`)",
 }
 DISTILLATION_STEPS = 1200
 
@@ -86,42 +86,46 @@ def retrieval_table() -> str:
         "|",
         "|---|---|---|---|",
     ]
+    steps = models.demo_steps()
     for row in (first, *others):
+        title = RETRIEVED[row["model"]].format(steps=steps)
         lost = max(theirs - ours for theirs, ours in zip(first["mrr"], row["mrr"], strict=True))
         cells = f"{mean(row['recall_at_1']):.1%} | {mean(row['mrr']):.4f} | {f'{lost:.4f}' if row is not first else ''}"
-        lines.append(f"| {RETRIEVED[row['model']]} | {cells} |")
+        lines.append(f"| {title} | {cells} |")
     return "\n".join(lines)
 
 
 def headline_table() -> str:
-    """One row per stage: the task with witnesses, and the cosine with witnesses and without."""
+    """One row per stage: the task, and the cosine to the original on held-out texts."""
     retrieved = {row["model"]: row for row in load("retrieval")["rows"]}
     lines = [
         "| all-MiniLM-L6-v2, all 13 norms | right package first | mean reciprocal rank | "
-        "cosine, 4 witnesses | cosine, pure function |",
+        "cosine: mean | worst |",
         "|---|---|---|---|---|",
     ]
-    original, calibrated, demo = (retrieved[name] for name in RETRIEVED)
-    cosines = [_cosines("refined", count) for count in (4, 0)]
-    trained = [_distilled(name) for name in ("DyISRU, four witnesses", "DyISRU")]
-    for title, row, cells in (
-        ("the original", original, ["", ""]),
-        ("calibrated and refined", calibrated, cosines),
-        ("and distilled", demo, trained),
+    for name, title, figures in (
+        ("original", "the original", None),
+        ("untrained", "converted, no training", models.untrained_encoder()),
+        ("demo", f"and distilled, {models.demo_steps():,} steps", load("demo")["output"]),
     ):
+        row = retrieved[name]
         task = f"{mean(row['recall_at_1']):.1%} | {mean(row['mrr']):.4f}"
-        lines.append(f"| {title} | {task} | {' | '.join(cells)} |")
+        cosines = " | "
+        if figures is not None:
+            cosines = f"{figures['cosine_mean']:.4f} | {figures['cosine_min']:.3f}"
+        lines.append(f"| {title} | {task} | {cosines} |")
     return "\n".join(lines)
 
 
 def converted_table() -> str:
     """One row per model with the default number of witnesses: what is left without training, and after some."""
-    decoder = [row for row in load("decoder")["rows"] if row["witnesses"] == LANGUAGE.witnesses]
+    decoder = [row for row in load("decoder")["rows"] if row["witnesses"] == MOST_WITNESSES]
     images = load("images")["rows"]
     speech = load("speech")["rows"]
+    trained = load("demo")["output"]
     encoder = [
-        f"cosine {_cosines('calibrated', 4)}",
-        f"{_distilled('DyISRU, four witnesses')}, 1,200 steps",
+        f"cosine {models.untrained_encoder()['cosine_mean']:.4f}",
+        f"{trained['cosine_mean']:.4f}, {models.demo_steps():,} steps",
     ]
 
     def loss(row: dict[str, Any]) -> str:
@@ -136,7 +140,7 @@ def converted_table() -> str:
         ("[encoder](docs/howto/encoder.md) all-MiniLM-L6-v2", encoder),
         (
             "[decoder](docs/howto/decoder.md) SmolLM2-135M",
-            [loss(decoder[0]), f"{loss(decoder[-1])}, {decoder[-1]['steps']} steps"],
+            [loss(decoder[0]), "not run"],
         ),
         (
             "[images](docs/howto/vision.md) DINOv2-small",
@@ -152,22 +156,6 @@ def converted_table() -> str:
     ):
         lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _cosines(stage: str, witnesses: int) -> str:
-    """Return the mean cosine of DyISRU with one constant per channel, with the spread of seeds."""
-    cosines = models.cosines(witnesses, stage)
-    return f"{cosines[0]:.4f}" if len(cosines) == 1 else _mean(cosines)
-
-
-def _distilled(recipe: str) -> str:
-    """Return the mean cosine of the encoder after the longest distillation of a recipe."""
-    [row] = [
-        row
-        for row in load("distillation")["rows"]
-        if (row["model"], row["steps"], row["recipe"]) == ("encoder", DISTILLATION_STEPS, recipe)
-    ]
-    return f"{row['docstrings']['cosine']:.4f}"
 
 
 def witness_table() -> str:
@@ -272,9 +260,12 @@ def untrained_others_table() -> str:
     ]
     for row in load("untrained")["rows"]:
         begin = f"{row['witnesses']} | {row.get('means_folded', 0)}"
-        if row["model"] == "dinov2":
-            cosines = f"{row['cosine_mean']:.3f} / {row['cosine_min']:.3f}"
-            lines.append(f"| DINOv2-small | {begin} | {cosines} | {row['neighbours']:.0%} | | | |")
+        if "cosine_mean" in row:
+            name = {"minilm": "all-MiniLM-L6-v2", "dinov2": "DINOv2-small"}[row["model"]]
+            if row.get("refined"):
+                name += f", {row['refined']} steps of refinement"
+            cosines = f"{row['cosine_mean']:.4f} / {row['cosine_min']:.3f}"
+            lines.append(f"| {name} | {begin} | {cosines} | {row['neighbours']:.0%} | | | |")
         if row["model"] == "whisper":
             shares = f"{row['word_agreement']:.0%} | {row['agreement']:.1%}"
             divergence = f"{row['kl']:.3f} ({row['kl_worst_token']:.1f})"

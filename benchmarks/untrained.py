@@ -1,8 +1,9 @@
-"""Convert three models without training, by the number of witnesses: SmolLM2, DINOv2 and Whisper.
+"""Convert four models without training, by the number of witnesses: MiniLM, SmolLM2, DINOv2 and Whisper.
 
 ``python -m benchmarks.untrained MODEL --witnesses 128`` calibrates a copy of the model, measures it
-on held-out samples, and adds a row to benchmarks/results/untrained.json. MODEL is smollm2, dinov2 or
-whisper. A row takes some five minutes on 2 cores. The packages of requirements-models.txt are needed.
+on held-out samples, and adds a row to benchmarks/results/untrained.json. MODEL is minilm, smollm2,
+dinov2 or whisper. ``--refine 50`` adds a row for the model after 50 steps of refinement. A row takes
+some five minutes on 2 cores. The packages of requirements-models.txt are needed.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import copy
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
+import dynorm
 from benchmarks.distillation import reference
 from benchmarks.draws import CHECKED, LENGTH, MEASURED, Decoder
 from benchmarks.speech import agreement
-from benchmarks.subjects import Batches, Row, add_rows, calibrate
+from benchmarks.subjects import BATCH, REFINE, Batches, Row, add_rows, calibrate, encoder
 from dynorm.jobs.audio import find_audio
 from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
 from dynorm.jobs.images import find_images
@@ -30,14 +32,15 @@ from dynorm.jobs.job import CALIBRATION_BLOCKS
 from dynorm.jobs.means import fold_means_
 from dynorm.jobs.speech import Listener
 from dynorm.jobs.texts import split_audio, split_texts
-from dynorm.recipe import AUDIO, IMAGES, Defaults, Recipe
+from dynorm.recipe import AUDIO, ENCODER, IMAGES, Defaults, Recipe
 from dynorm.report.conversion import compare
 from tools import pictures, speech
 from tools.demo_model import folder
 
 RESULTS = Path(__file__).parent / "results" / "untrained.json"
 ABOUT = {
-    "held_out": f"{MEASURED} blocks of {LENGTH} tokens of each kind, 96 crops, 12 files of speech"
+    "held_out": f"512 texts, {MEASURED} blocks of {LENGTH} tokens of each kind, 96 crops, "
+    "12 files of speech"
 }
 LONG = 4096
 HELD_OUT_IMAGES = 96
@@ -47,11 +50,30 @@ Measure = Callable[[nn.Module], Row]
 
 @dataclass
 class Subject:
-    """A model, the batches to fit to, and what is measured on others."""
+    """A model, the batches to calibrate on, those to refine on, and the measure on others."""
 
     model: nn.Module
     batches: Batches
     measure: Measure
+    to_refine: Batches | None = None
+
+
+def minilm() -> Subject:
+    """Return the encoder of texts, on first paragraphs of docstrings."""
+    texts = encoder(0)
+    original = texts.original
+
+    def measure(model: nn.Module) -> Row:
+        output = dynorm.measure(model, texts.tests, original=original).output
+        figures: Row = {}
+        for name in ("cosine_mean", "cosine_min", "spearman", "neighbours"):
+            figures[name] = round(getattr(output, name), 4)
+        return figures
+
+    first = ENCODER.calibration
+    to_fit = make_batches(texts.pretrained, texts.encoded[:first], BATCH, 0)
+    after = texts.encoded[first : first + REFINE * BATCH]
+    return Subject(original, to_fit, measure, make_batches(texts.pretrained, after, BATCH, 0))
 
 
 def smollm2() -> Subject:
@@ -143,26 +165,31 @@ def _to_fit(inputs: Inputs, defaults: Defaults) -> Batches:
     return inputs.batches(inputs.fit[: defaults.calibration], CALIBRATION_BLOCKS, 0)
 
 
-SUBJECTS = {"smollm2": smollm2, "dinov2": dinov2, "whisper": whisper}
+SUBJECTS = {"minilm": minilm, "smollm2": smollm2, "dinov2": dinov2, "whisper": whisper}
 
 
-def row(name: str, subject: Subject, witnesses: int, fold_means: bool) -> Row:
-    """Convert a copy and return its figures."""
+def rows(
+    name: str, subject: Subject, witnesses: int, fold_means: bool, refine: int
+) -> Iterator[Row]:
+    """Convert a copy and yield its figures, and those after steps of refinement if there are any."""
     model = copy.deepcopy(subject.model)
-    recipe = Recipe(witnesses=witnesses).filled_for(subject.model)
+    recipe = Recipe(witnesses=witnesses)
     started = time.perf_counter()
     means = None
     if fold_means:
         means = fold_means_(model, next(iter(subject.batches)))
     calibrate(model, subject.batches, recipe)
-    seconds = round(time.perf_counter() - started)
-    return {
+    about = {
         "model": name,
         "witnesses": witnesses,
         "means_folded": 0 if means is None else means.folded,
-        "seconds": seconds,
-        **subject.measure(model),
     }
+    seconds = round(time.perf_counter() - started)
+    yield {**about, "seconds": seconds, **subject.measure(model)}
+    if refine:
+        dynorm.refine_(model, subject.to_refine or subject.batches, steps=refine)
+        seconds = round(time.perf_counter() - started)
+        yield {**about, "refined": refine, "seconds": seconds, **subject.measure(model)}
 
 
 def main() -> None:
@@ -171,18 +198,26 @@ def main() -> None:
     parser.add_argument("model", choices=SUBJECTS)
     parser.add_argument("--witnesses", type=int, nargs="+", default=[128], help="per layer")
     parser.add_argument("--keep-means", action="store_true", help="do not fold the means first")
+    parser.add_argument("--refine", type=int, default=0, help="steps of refinement")
     arguments = parser.parse_args()
     subject = SUBJECTS[arguments.model]()
     order = list(SUBJECTS).index
     for count in arguments.witnesses:
-        figures = row(arguments.model, subject, count, not arguments.keep_means)
-        add_rows(
-            RESULTS,
-            ABOUT,
-            [figures],
-            order=lambda row: (order(row["model"]), row["witnesses"], row.get("means_folded", 0)),
-        )
-        print(json.dumps(figures), flush=True)
+        for figures in rows(
+            arguments.model, subject, count, not arguments.keep_means, arguments.refine
+        ):
+            add_rows(
+                RESULTS,
+                ABOUT,
+                [figures],
+                order=lambda row: (
+                    order(row["model"]),
+                    row["witnesses"],
+                    row.get("means_folded", 0),
+                    row.get("refined", 0),
+                ),
+            )
+            print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":
