@@ -681,44 +681,49 @@ class TestForms:
         )
 
 
+COSINE = "was lost: the mean cosine similarity between the converted and the original"
 OUTPUTS = {
-    "Little was lost: the loss is 2.04": {
+    "Little quality was lost: the loss is 2.04": {
         "kind": "language",
         "loss_original": 2.0,
         "loss_now": 2.04,
     },
-    "Some was lost: the loss is 2.010 nats per token instead of 2.000, the divergence from the "
+    "Some quality was lost: the loss is 2.010 nats per token instead of 2.000, the divergence from the "
     "original is 0.100": {
         "kind": "language",
         "loss_original": 2.0,
         "loss_now": 2.01,
         "kl": 0.1,
     },
-    "Some was lost: the loss is 2.2": {"kind": "language", "loss_original": 2.0, "loss_now": 2.2},
+    "Some quality was lost: the loss is 2.2": {
+        "kind": "language",
+        "loss_original": 2.0,
+        "loss_now": 2.2,
+    },
     # A fine-tuned model.
-    "It differs from the original, but its loss is not worse: the loss is 0.010 nats per token "
-    "instead of 0.890, the divergence from the original is 2.500": {
+    "The model differs from the original, but its loss is not worse: the loss is 0.010 nats per "
+    "token instead of 0.890, the divergence from the original is 2.500": {
         "kind": "language",
         "loss_original": 0.89,
         "loss_now": 0.01,
         "kl": 2.5,
     },
-    "Much was lost: the loss is 3.5": {
+    "Much of the quality was lost: the loss is 3.5": {
         "kind": "language",
         "loss_original": 2.0,
         "loss_now": 3.5,
         "agreement": 0.5,
     },
-    "Little was lost: the mean cosine of the output": {"kind": "tensor", "cosine_mean": 0.991},
-    "Some was lost: the mean cosine of an embedding": {"kind": "encoder", "cosine_mean": 0.96},
-    "Much was lost: the mean cosine of the output": {"kind": "tensor", "cosine_mean": 0.9},
+    f"Little quality {COSINE} outputs": {"kind": "tensor", "cosine_mean": 0.991},
+    f"Some quality {COSINE} embeddings": {"kind": "encoder", "cosine_mean": 0.96},
+    f"Much of the quality {COSINE} outputs": {"kind": "tensor", "cosine_mean": 0.9},
     # A large common part of all samples hides their differences.
-    "Some was lost: the mean cosine of the output": {
+    f"Some quality {COSINE} outputs": {
         "kind": "tensor",
         "cosine_mean": 1.0,
         "error": 0.4,
     },
-    "Much was lost: the mean cosine of an embedding": {
+    f"Much of the quality {COSINE} embeddings": {
         "kind": "encoder",
         "cosine_mean": 1.0,
         "spearman": 0.4,
@@ -744,7 +749,9 @@ def test_the_verdict_says_what_was_lost_and_what_to_do_next(words: str) -> None:
         stages = {"stages": {stage: {"kept": True}}} if stage else {}
         said = replace(report, output=OutputReport(**figures), meta=stages).verdict()
         assert (
-            "Next: try it on your own task." if said.startswith(("Little", "It differs")) else todo
+            "Next: try it on your own task."
+            if said.startswith(("Little", "The model differs"))
+            else todo
         ) in said
     assert max(report.sites, key=lambda site: site.error_now or 0).path == getattr(
         report.stray(), "path", None
