@@ -20,7 +20,8 @@ QUICK = Recipe(refine=4, held_out=16, max_length=16)
 def test_times_grow_with_the_steps(encoder: Path, texts: Path) -> None:
     plan = dry_run(encoder, QUICK.changed(steps=1000), texts=[texts])
     assert [site.kind for site in plan.conversion.converted] == ["layernorm"] * 5
-    assert list(plan.seconds) == ["calibrate", "refine", "distill", "measure"]
+    stages = ["fold_means", "find", "convert", "calibrate", "refine", "distill", "measure"]
+    assert list(plan.seconds) == stages
     assert min(plan.seconds.values()) >= 0
     assert plan.steps == 1000
     assert plan.recipe["witnesses"] == 4
@@ -79,6 +80,6 @@ def test_the_command_writes_nothing(
     if as_json:
         plan = json.loads(printed)
         assert len(plan["conversion"]["converted"]) == 5
-        assert set(plan["seconds"]) == {"calibrate", "refine", "measure"}
+        assert {"calibrate", "refine", "measure"} <= set(plan["seconds"])
     else:
         assert "5 norms replaced by dyisru" in printed

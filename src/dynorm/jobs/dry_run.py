@@ -114,7 +114,8 @@ def _expected(job: Job, batches: Sequence[Batch]) -> tuple[dict[str, float], int
     recipe = job.recipe
     # A batch is read from its files whenever it is taken, as in the conversion.
     few = batches[:_TRIED]
-    seconds = {}
+    # The stages up to the conversion are done, and take as long in a real one.
+    seconds = dict(job.seconds)
     tried = _timed(lambda: calibrate_(model, few, lean=recipe.lean, tolerance=recipe.tolerance))
     seconds["calibrate"] = tried * len(batches) / len(few)
     larger = job.batches(job.inputs.fit, recipe.seed)[:_TRIED]
