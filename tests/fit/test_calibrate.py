@@ -144,7 +144,7 @@ def function(to: str, x: Tensor, beta: Tensor, scale: float) -> Tensor:
 
 
 def dense(
-    to: str, x: Tensor, y: Tensor, norm: nn.Module, center: bool
+    to: str, x: Tensor, y: Tensor, norm: nn.Module, center: bool, lean: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Beta, weight and bias by ``torch.linalg.lstsq`` on all activations, candidate by candidate, in float64."""
     is_layer_norm = isinstance(norm, nn.LayerNorm)
@@ -165,7 +165,8 @@ def dense(
             residual += float((matrix @ solution - y[:, c]).square().sum())
             fc, yc = (t - t.mean() if has_bias else t for t in (f[:, c], y[:, c]))
             correlation = float((fc @ yc).abs() / (fc.norm() * yc.norm()))
-            weight[c] = solution[0] * correlation**-0.5
+            # Without a lean the shrinkage of least squares stays, else half of it is given back.
+            weight[c] = solution[0] * (correlation**-0.5 if lean else 1.0)
             if has_bias:
                 bias[c] = y[:, c].mean() - weight[c] * f[:, c].mean()
         if residual < best[0]:
@@ -176,18 +177,21 @@ def dense(
 
 @pytest.mark.parametrize("to", LAYERS)
 @pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize("lean", [0.0, 0.7])
 @pytest.mark.parametrize(
     "norm", [nn.LayerNorm(C), nn.LayerNorm(C, bias=False), nn.RMSNorm(C, eps=1e-6)]
 )
-def test_one_batch_equals_dense_least_squares(to: str, center: bool, norm: nn.Module) -> None:
+def test_one_batch_equals_dense_least_squares(
+    to: str, center: bool, lean: float, norm: nn.Module
+) -> None:
     norm = copy.deepcopy(norm).double()
     with torch.no_grad():
         for p in norm.parameters():
             p.add_(0.4 * torch.randn_like(p))
     x = scaled_tokens(200).double()
-    beta, weight, bias = dense(to, x, norm(x).detach(), norm, center)
+    beta, weight, bias = dense(to, x, norm(x).detach(), norm, center, lean)
     layer = converted(site(norm), x, to=to, center=center)
-    report = dynorm.calibrate_(layer, [x])
+    report = dynorm.calibrate_(layer, [x], lean=lean)
     assert layer[0].beta().item() == pytest.approx(float(beta), rel=1e-9)
     assert torch.allclose(layer[0].weight, weight, rtol=1e-7)
     if layer[0].bias is not None:
@@ -402,8 +406,8 @@ def test_what_stands_at_padding_has_no_influence(layout: str, name: str, length:
     converted(model, ids)
     other = copy.deepcopy(model)
     changed = torch.where(is_token, ids, torch.randint(0, 50, ids.shape))
-    report = dynorm.calibrate_(model, [{"input_ids": ids, name: mask}] * 2)
-    dynorm.calibrate_(other, [{"input_ids": changed, name: mask}] * 2)
+    report = dynorm.calibrate_(model, [{"input_ids": ids, name: mask}] * 2, lean=0.7)
+    dynorm.calibrate_(other, [{"input_ids": changed, name: mask}] * 2, lean=0.7)
     assert not torch.equal(ids, changed)
     assert same(parameters(model), parameters(other))
     tokens = 2 * int(is_token.sum()) * (4 if "H" in layout else 1)
@@ -421,9 +425,9 @@ def test_an_encoder_with_src_key_padding_mask() -> None:
     )
     converted(model, x)
     other = copy.deepcopy(model)
-    dynorm.calibrate_(model, [{"src": x, "src_key_padding_mask": padding}])
+    dynorm.calibrate_(model, [{"src": x, "src_key_padding_mask": padding}], lean=0.7)
     y = torch.where(padding[..., None], torch.randn_like(x), x)
-    report = dynorm.calibrate_(other, [{"src": y, "src_key_padding_mask": padding}])
+    report = dynorm.calibrate_(other, [{"src": y, "src_key_padding_mask": padding}], lean=0.7)
     assert same(parameters(model), parameters(other))
     assert [s.tokens for s in report.sites] == [13] * 4
 
@@ -443,7 +447,7 @@ def test_iterables_and_forms_of_batches() -> None:
         torch.utils.data.DataLoader(torch.stack(batches), batch_size=None),
     ):
         twin = copy.deepcopy(model)
-        assert dynorm.calibrate_(twin, feed).batches == 3
+        assert dynorm.calibrate_(twin, feed, lean=0.7).batches == 3
         results.append(parameters(twin))
     assert all(same(results[0], result) for result in results)
 
@@ -469,7 +473,8 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(256, 256), nn.LayerNorm(256))])
 dynorm.convert_(model, dynorm.find_norms(model, torch.randn(2, 256)), per_channel=False, witnesses=0)
-dynorm.calibrate_(model, (torch.randn(2048, 256) for _ in range(int(sys.argv[1]))))
+batches = (torch.randn(2048, 256) for _ in range(int(sys.argv[1])))
+dynorm.calibrate_(model, batches, lean=0.7)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
     peaks = []
@@ -481,7 +486,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     assert peaks[1] <= 1.05 * peaks[0]
 
 
-def test_nothing_of_the_run_stays_behind() -> None:
+@pytest.mark.parametrize("lean", [0.0, 0.7])
+def test_nothing_of_the_run_stays_behind(lean: float) -> None:
     model = converted(transformer(2), torch.randn(2, 3, C))
     model[1].eval()
     model[0].norm1.weight.grad = torch.ones(C)
@@ -494,9 +500,8 @@ def test_nothing_of_the_run_stays_behind() -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    dynorm.calibrate_(
-        model, [torch.zeros(2, 3, C).normal_(generator=torch.Generator()) for _ in range(2)]
-    )
+    batches = [torch.zeros(2, 3, C).normal_(generator=torch.Generator()) for _ in range(2)]
+    dynorm.calibrate_(model, batches, lean=lean)
     assert torch.equal(torch.rand(1), expected)
     assert [m.training for m in model.modules()] == modes
     assert all(
@@ -522,7 +527,7 @@ def test_both_passes_draw_the_same_numbers() -> None:
     """Otherwise the targets would be those of other positions, and the error that of a guess."""
     x = torch.randn(64, 8, C)
     model = converted(Drawing(), x)
-    assert dynorm.calibrate_(model, [x]).sites[0].error < 0.3
+    assert dynorm.calibrate_(model, [x], lean=0.7).sites[0].error < 0.3
 
 
 class Writing(nn.Module):
@@ -536,11 +541,12 @@ class Writing(nn.Module):
         return self.head(self.norm(x).relu_())
 
 
-def test_models_that_write_into_a_norms_output() -> None:
+@pytest.mark.parametrize("lean", [0.0, 0.7])
+def test_models_that_write_into_a_norms_output(lean: float) -> None:
     x = scaled_tokens(200)
     model, plain = converted(Writing(), x), converted(site(nn.LayerNorm(C)), x)
-    dynorm.calibrate_(model, [x])
-    dynorm.calibrate_(plain, [x])
+    dynorm.calibrate_(model, [x], lean=lean)
+    dynorm.calibrate_(plain, [x], lean=lean)
     assert torch.equal(model.norm.weight, plain[0].weight)
     dynorm.refine_(model, [x], steps=2)
     dynorm.refine_(plain, [x], steps=2)
@@ -555,7 +561,7 @@ def test_half_precision(dtype: torch.dtype, to: str) -> None:
     half = converted(copy.deepcopy(model).to(dtype), x.to(dtype), to=to)
     full = converted(model, x, to=to)
     errors = [
-        [s.error for s in dynorm.calibrate_(m, [x.to(kind)] * 2).sites]
+        [s.error for s in dynorm.calibrate_(m, [x.to(kind)] * 2, lean=0.7).sites]
         for m, kind in ((half, dtype), (full, torch.float32))
     ]
     assert {p.dtype for p in half.parameters()} == {dtype}
@@ -667,7 +673,7 @@ def test_a_norm_called_twice_and_one_that_is_not_reached() -> None:
     model = converted(Twice(), x, x)
     before = parameters(model)
     with pytest.warns(CalibrationWarning, match="constants.*other.*reached") as caught:
-        report = dynorm.calibrate_(model, [x, x])
+        report = dynorm.calibrate_(model, [x, x], lean=0.7)
     assert [warning.filename for warning in caught] == [__file__]
     assert [(s.path, s.tokens) for s in report.sites] == [("norm", 80)]
     assert report.unreached == ["other"]
@@ -719,10 +725,16 @@ def test_sites_come_in_call_order() -> None:
     ]
 
 
-def fails(model: nn.Module, batches: Any, match: str, error: type[Exception] = DataError) -> None:
+def fails(
+    model: nn.Module,
+    batches: Any,
+    match: str,
+    error: type[Exception] = DataError,
+    lean: float = 0.7,
+) -> None:
     before, modes = parameters(model), [m.training for m in model.modules()]
     with pytest.raises(error, match=match):
-        dynorm.calibrate_(model, batches)
+        dynorm.calibrate_(model, batches, lean=lean)
     assert same(parameters(model), before)
     assert [m.training for m in model.modules()] == modes
     assert not any(m._forward_hooks for m in model.modules())
@@ -754,8 +766,9 @@ def test_wrong_batches(batches: Any, match: str) -> None:
     fails(converted(transformer(1), torch.randn(2, 3, C)), batches, match)
 
 
+@pytest.mark.parametrize("lean", [0.0, 0.7])
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
-def test_activations_that_are_not_finite(value: float) -> None:
+def test_activations_that_are_not_finite(value: float, lean: float) -> None:
     x = torch.randn(2, 3, C)
     model = converted(transformer(1), x)
     bad = x.clone()
@@ -764,6 +777,7 @@ def test_activations_that_are_not_finite(value: float) -> None:
         model,
         [x, bad],
         r"'0\.norm1'.*NaN.*batch 1",
+        lean=lean,
     )
 
 
@@ -781,7 +795,8 @@ def test_a_failure_in_the_second_pass() -> None:
 
     model = Picky()
     x = scaled_tokens(5)
-    fails(converted(model, x), [x], "run.*batch.*ValueError")
+    for lean in (0.0, 0.7):
+        fails(converted(copy.deepcopy(model), x), [x], "run.*batch.*ValueError", lean=lean)
 
 
 def test_batches_that_break_off() -> None:

@@ -130,7 +130,8 @@ class CallingAtLast(nn.Module):
         return y + z
 
 
-def test_an_error_ends_runs_that_call_layers_in_a_finally() -> None:
+@pytest.mark.parametrize("lean", [0.0, 0.7])
+def test_an_error_ends_runs_that_call_layers_in_a_finally(lean: float) -> None:
     model = converted(CallingAtLast())
     data = batches()
     data[2][0] = float("nan")
@@ -138,7 +139,7 @@ def test_an_error_ends_runs_that_call_layers_in_a_finally() -> None:
 
     def work() -> None:
         try:
-            dynorm.calibrate_(model, data)
+            dynorm.calibrate_(model, data, lean=lean)
         except DataError as error:
             errors.append(error)
 
@@ -150,7 +151,8 @@ def test_an_error_ends_runs_that_call_layers_in_a_finally() -> None:
     assert "must be finite" in str(errors[0])
 
 
-def test_batches_may_be_made_with_the_model_itself() -> None:
+@pytest.mark.parametrize("lean", [0.0, 0.7])
+def test_batches_may_be_made_with_the_model_itself(lean: float) -> None:
     torch.manual_seed(0)
     model = converted(Passing(None))
     with torch.no_grad():
@@ -158,8 +160,8 @@ def test_batches_may_be_made_with_the_model_itself() -> None:
     other = converted(Passing(None))
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
-        report = dynorm.calibrate_(other, (other(x) for x in batches()))
-    dynorm.calibrate_(model, made)
+        report = dynorm.calibrate_(other, (other(x) for x in batches()), lean=lean)
+    dynorm.calibrate_(model, made, lean=lean)
     assert report.batches == 5
     assert betas(other) == pytest.approx(betas(model), rel=1e-5)
 
@@ -177,10 +179,11 @@ class Threaded(nn.Module):
         return first + second
 
 
-def test_layers_called_in_a_thread_of_the_model_are_refused_by_the_reason() -> None:
+@pytest.mark.parametrize("lean", [0.0, 0.7])
+def test_layers_called_in_a_thread_of_the_model_are_refused_by_the_reason(lean: float) -> None:
     model = converted(Threaded())
     with pytest.raises(ModelError, match=r"thread.*started"):
-        dynorm.calibrate_(model, batches())
+        dynorm.calibrate_(model, batches(), lean=lean)
 
 
 class Interrupted(nn.Module):
@@ -201,13 +204,14 @@ class Interrupted(nn.Module):
         return self.norm(y + x)
 
 
-def test_ctrl_c_leaves_no_thread_behind() -> None:
+@pytest.mark.parametrize("lean", [0.0, 0.7])
+def test_ctrl_c_leaves_no_thread_behind(lean: float) -> None:
     model = converted(Interrupted())
     before = betas(model)
     count = threading.active_count()
     model.armed = True
     with pytest.raises(KeyboardInterrupt):
-        dynorm.calibrate_(model, batches())
+        dynorm.calibrate_(model, batches(), lean=lean)
     assert threading.active_count() == count
     assert betas(model) == before
     assert model.training

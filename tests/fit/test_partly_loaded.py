@@ -59,12 +59,13 @@ def first_layer(model: Net) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("second", ["dyisru", "dyt", "annealed", "auto"])
 @pytest.mark.parametrize("witnesses", [0, 2])
+@pytest.mark.parametrize("lean", [0.0, 0.7])
 def test_calibration_sets_the_second_as_if_the_first_were_part_of_the_model(
-    tmp_path: Path, second: str, witnesses: int
+    tmp_path: Path, second: str, witnesses: int, lean: float
 ) -> None:
     model = half_loaded(tmp_path / "model", second=second, witnesses=witnesses)
     first = first_layer(model)
-    report = dynorm.calibrate_(model, batches())
+    report = dynorm.calibrate_(model, batches(), lean=lean)
     assert [site.path for site in report.sites] == ["second"]
     assert (report.left, report.unreached) == (["first"], [])
     assert "first: left as it is, its norm is not known" in str(report)
@@ -81,7 +82,7 @@ def test_calibration_sets_the_second_as_if_the_first_were_part_of_the_model(
     for batch in batches():
         model(batch)
     handle.remove()
-    dynorm.calibrate_(alone, inputs)
+    dynorm.calibrate_(alone, inputs, lean=lean)
     for name, value in alone[0].state_dict().items():
         torch.testing.assert_close(model.second.state_dict()[name], value)
 

@@ -32,10 +32,13 @@ class Block(nn.Module):
         return x + self.dropout(self.linear(self.norm(x)).relu())
 
 
-def model_and_batches(to: str = "dyisru") -> tuple[nn.Module, list[Tensor]]:
+def model_and_batches(
+    to: str = "dyisru", per_channel: bool = False
+) -> tuple[nn.Module, list[Tensor]]:
     model = nn.Sequential(*(Block() for _ in range(4)), nn.RMSNorm(C))
     batches = [torch.randn(16, 8, C) * torch.rand(16, 8, 1).add(0.3) for _ in range(4)]
-    dynorm.convert_(model, dynorm.find_norms(model, batches[0]), to=to)
+    sites = dynorm.find_norms(model, batches[0])
+    dynorm.convert_(model, sites, to=to, per_channel=per_channel)
     dynorm.calibrate_(model, batches)
     return model, batches
 
@@ -57,8 +60,9 @@ def error(model: nn.Module, batches: list[Any]) -> float:
 
 
 @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
-def test_the_joint_error_falls(to: str) -> None:
-    model, batches = model_and_batches(to)
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_the_joint_error_falls(to: str, per_channel: bool) -> None:
+    model, batches = model_and_batches(to, per_channel)
     before = error(model, batches)
     report = dynorm.refine_(model, batches, steps=41)
     assert error(model, batches) < 0.98 * before

@@ -138,13 +138,16 @@ def test_each_channel_of_a_growing_set_is_the_best_that_can_be_added() -> None:
 
 @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
 @pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
-def test_calibrating_with_witnesses_is_closer_to_the_norm(to: str, kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("lean", [0.0, 0.7])
+def test_calibrating_with_witnesses_is_closer_to_the_norm(
+    to: str, kind: type[nn.Module], lean: float
+) -> None:
     batches = [tokens(500, seed) for seed in range(3)]
     x = tokens(500, 9)
     errors = []
     for witnesses in (0, 2):
         made = converted(witnesses, to, kind)
-        dynorm.calibrate_(made, batches)
+        dynorm.calibrate_(made, batches, lean=lean)
         errors.append(float((made(x) - model(kind)(x)).square().mean().detach()))
     assert errors[1] < 0.7 * errors[0]
 

@@ -41,7 +41,8 @@ def test_the_card_names_the_samples_that_were_used(
         fitted += ", and all weights distilled on 32, repeats counted"
     assert f"{fitted}, from {texts}." in card
     # The report has the table of the sites, and nothing else has it.
-    assert not any(site.path in line for line in said for site in report.sites)
+    others = [line for line in said if not line.startswith("the means of ")]
+    assert not any(site.path in line for line in others for site in report.sites)
     assert any(line.startswith("5 norms replaced by dyisru, 0 kept") for line in said)
 
 
@@ -57,7 +58,7 @@ def test_options_for_single_norms_are_in_the_card_and_in_the_count(
     convert_pretrained(
         encoder,
         tmp_path / "out",
-        replace(QUICK, sites=sites, witnesses=2),
+        replace(QUICK, sites=sites, witnesses=2, lean=0.7),
         texts=[texts],
         say=said.append,
     )
@@ -119,10 +120,10 @@ def test_more_witnesses_than_channels_are_refused(
         dynorm.convert_(model, sites, only="1", witnesses=4)
     assert isinstance(model[1], nn.LayerNorm)
     dynorm.convert_(model, sites, witnesses=6)
-    # The default is four, also for norms of three channels.
+    # The default is a third of the channels, also for norms of three.
     narrow = nn.Sequential(nn.Linear(6, 3), nn.LayerNorm(3))
     report = dynorm.convert_model(narrow, batches, refine=0)
-    assert len(report.sites[0].witnesses) <= 3
+    assert len(report.sites[0].witnesses) <= 1
 
 
 def staged(**stages: dict[str, Any]) -> ModelReport:

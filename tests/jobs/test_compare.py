@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dynorm.errors import ArgumentError, StorageError
-from dynorm.jobs.compare import compare_reports
+from dynorm.jobs.compare import Comparison, compare_reports
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.recipe import Recipe
 
@@ -27,7 +27,8 @@ def test_reports_are_rows_and_differing_options_columns(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folders = [tmp_path / "four", tmp_path / "pure", tmp_path / "other"]
-    recipes = [QUICK, QUICK.changed(witnesses=0, refine=3), QUICK.changed(held_out=20)]
+    four = QUICK.changed(witnesses=4)
+    recipes = [four, four.changed(witnesses=0, refine=3), four.changed(held_out=20)]
     reports = []
     for folder, recipe in zip(folders, recipes, strict=True):
         reports.append(convert_pretrained(encoder, folder, recipe, texts=[texts]))
@@ -54,6 +55,14 @@ def test_reports_are_rows_and_differing_options_columns(
     assert cost["now"]["bytes"] == 4 * cost["now"]["parameters"]
     assert cost["now"]["parameters"] > cost["original"]["parameters"]
     assert cost["now"]["milliseconds"] > 0
+
+
+def test_an_option_that_was_not_given_is_called_default() -> None:
+    recipes = [{"to": "dyisru", "witnesses": number} for number in (None, 0)]
+    figures = [{"cosine_mean": 0.9}, {"cosine_mean": 0.8}]
+    lines = str(Comparison(["a", "b"], recipes, figures, [])).splitlines()
+    assert lines[-2].split() == ["a", "dyisru", "default", "0.900"]
+    assert lines[-1].split() == ["b", "dyisru", "0", "0.800"]
 
 
 def test_what_is_no_report_is_refused(tmp_path: Path) -> None:

@@ -19,12 +19,14 @@ QUICK = Recipe(refine=4, held_out=16, max_length=16)
 
 def test_times_grow_with_the_steps(encoder: Path, texts: Path) -> None:
     plan = dry_run(encoder, QUICK.changed(steps=1000), texts=[texts])
-    assert [site.kind for site in plan.conversion.converted] == ["layernorm"] * 5
+    # The mean of the first is folded, as in the conversion: its input is written by embeddings only.
+    kinds = [site.kind for site in plan.conversion.converted]
+    assert kinds == ["rmsnorm", "layernorm", "layernorm", "layernorm", "layernorm"]
     stages = ["fold_means", "find", "convert", "calibrate", "refine", "distill", "measure"]
     assert list(plan.seconds) == stages
     assert min(plan.seconds.values()) >= 0
     assert plan.steps == 1000
-    assert plan.recipe["witnesses"] == 4
+    assert (plan.recipe["witnesses"], plan.recipe["max_length"]) == (None, 16)
     # torch alone takes more than 100 MB.
     assert plan.memory > 1e8
     shown = str(plan)

@@ -407,12 +407,12 @@ def test_the_command_line(
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert len(report["sites"]) == 5
-    assert report["meta"]["recipe"]["per_channel"]
-    assert report["meta"]["recipe"]["witnesses"] == 4
+    assert not report["meta"]["recipe"]["per_channel"]
+    assert report["meta"]["recipe"]["witnesses"] is None
     layers = dynorm_layers(load_pretrained(tmp_path / "out" / "model").model).values()
-    assert {layer.get_parameter("log_beta").numel() for layer in layers} == {
-        layer.channels for layer in layers
-    }
+    assert {layer.get_parameter("log_beta").numel() for layer in layers} == {1}
+    # A third of 32 channels.
+    assert max(len(layer.witness_channels) for layer in layers) == 10
 
     # The others run in this process, because a new one would load torch and transformers first.
     def status(*words: object) -> tuple[int | str | None, str, str]:
@@ -429,9 +429,9 @@ def test_the_command_line(
     code, printed, _ = status(
         "convert",
         encoder,
-        tmp_path / "layer",
+        tmp_path / "channel",
         *quick,
-        "--per-layer",
+        "--per-channel",
         "--tolerance",
         0.02,
         "--json",
@@ -440,9 +440,10 @@ def test_the_command_line(
     )
     assert code == 0
     recipe = json.loads(printed)["meta"]["recipe"]
-    assert (recipe["per_channel"], recipe["tolerance"], recipe["witnesses"]) == (False, 0.02, 0)
-    pure = dynorm_layers(load_pretrained(tmp_path / "layer" / "model").model).values()
+    assert (recipe["per_channel"], recipe["tolerance"], recipe["witnesses"]) == (True, 0.02, 0)
+    pure = dynorm_layers(load_pretrained(tmp_path / "channel" / "model").model).values()
     assert {layer.witness_channels for layer in pure} == {()}
+    assert {layer.get_parameter("log_beta").numel() for layer in pure} == {32}
     code, _, said = status("convert", encoder, tmp_path / "new", *quick, "--witnesses", -1)
     assert (code, "witnesses must be an integer, at least 0, got -1" in said) == (2, True)
     assert status("convert", encoder, tmp_path / "new", *quick, "--to", "x")[0] == 2
@@ -469,7 +470,7 @@ def test_the_recipe_is_saved_and_makes_the_same_model(
     saved = Recipe.load(tmp_path / "a" / "recipe.json")
     assert saved.to_dict() == report.meta["recipe"]
     assert str(saved) in lines
-    assert (saved.witnesses, saved.lean, saved.max_length) == (4, 0.7, 16)
+    assert (saved.witnesses, saved.lean, saved.max_length) == (None, 0.0, 16)
     file = str(tmp_path / "a" / "recipe.json")
     words = ["convert", str(encoder), str(tmp_path / "b"), "--texts", str(texts), "--json"]
     run = CliRunner().invoke(app, [*words, "--recipe", file])

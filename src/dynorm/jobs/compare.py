@@ -48,7 +48,7 @@ class Comparison(Plain):
             columns.append(Column(_FIGURES.get(name, name), form))
         rows = []
         for report, recipe, values in zip(self.reports, self.recipes, self.figures, strict=True):
-            options = ["-" if value is None else str(value) for value in recipe.values()]
+            options = ["default" if value is None else str(value) for value in recipe.values()]
             rows.append([report, *options, *(values[name] for name in figures)])
         return str(Table(columns, rows, self.remarks, f"{len(rows)} conversions"))
 
