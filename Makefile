@@ -20,7 +20,7 @@ DATA_dinov2 := build/pictures
 DATA_whisper := build/speech
 OUT := build/$(if $(filter minilm,$(MODEL)),demo,$(MODEL))
 # Steps, not minutes: a slow machine takes longer, and gets the figures of the pages all the same.
-STEPS_minilm := 300
+STEPS_minilm := 150
 STEPS_smollm2 := 0
 STEPS_dinov2 := 300
 STEPS_whisper := 24
