@@ -16,7 +16,7 @@ Every point-wise function is put together in the same way, from ``u = x - center
 
 .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot f(u) + \mathrm{bias}
 
-With witness channels, a few chosen channels K, beta depends on the token:
+With witness channels, a set K of chosen channels, beta depends on the token:
 
 .. math:: \beta_i(x) = \beta + \sum_{k \in K, k \neq i} g_k u_k^2
 

@@ -179,8 +179,8 @@ def calibrate_(
     the model in the same way and are added to the sums. They count more, because better constants
     produced their inputs.
 
-    The cost is two forward passes over the data (one if ``lean`` is 0), three more over one batch to
-    try the model, and about 17 point-wise functions per site. The activations of 32,768 tokens at
+    The cost is one forward pass over the data (two if ``lean`` is above 0), three more over one batch
+    to try the model, and about 17 point-wise functions per site. The activations of 32,768 tokens at
     one site are in memory, plus O(C) per site. A model that keeps something of a batch, on its
     modules or elsewhere, runs batch after batch; each layer is then fitted to one batch more at a
     time.

@@ -1,4 +1,4 @@
-"""Choose the witnesses of a site: the few channels from whose squares a token's size can be estimated.
+"""Choose the witnesses of a site: the channels from whose squares a token's size can be estimated.
 
 Up to 16 are chosen one by one, each time the one that lessens the error most. More than 16 are a
 sample of all channels: see :class:`Sample`.

@@ -5,7 +5,7 @@ This file was written by dynorm, and is needed to load the model next to it: pas
 layers, with their paths, under "dynorm".
 
 A layer computes ``y = weight * scale * f(x - center) + bias``, element by element and in at least
-float32. With witnesses, a few chosen channels, the slope of f also depends on the token.
+float32. With witnesses, some chosen channels, the slope of f also depends on the token.
 """
 
 import math

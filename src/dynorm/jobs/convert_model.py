@@ -31,8 +31,8 @@ def convert_model(
 
     It is :func:`find_norms`, :func:`convert_`, :func:`calibrate_`, :func:`refine_`,
     with :func:`distill_` if steps or minutes are given, and :func:`measure`. Before them, the means
-    of LayerNorms are folded into the weights if the recipe says so. If one of them fails, the model
-    is restored.
+    of LayerNorms are folded into the weights, unless ``fold_means=False`` leaves them. If one of
+    them fails, the model is restored.
 
     Args:
         model: any module that is neither compiled nor wrapped.

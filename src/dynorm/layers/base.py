@@ -78,7 +78,7 @@ class PointwiseNorm(nn.Module):
     has shape ``(1,)``, or ``normalized_shape`` with ``per_channel=True``.
 
     With witnesses K the constant of a token is ``beta + sum over k in K of gain_k * (x_k -
-    center_k)^2``: the layer also reads these few channels of the token, and is no longer a function
+    center_k)^2``: the layer also reads these channels of the token, and is no longer a function
     of one channel. Their gains are learned as ``log_gain``. Without witnesses the layer has
     neither.
 

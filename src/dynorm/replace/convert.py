@@ -145,7 +145,7 @@ def convert_(
         site  norm          layer
         1     layernorm(8)  dyisru
         >>> model[1]
-        DyISRU(8, beta=8, scale=2.646, per_channel=False, center=True, elementwise_affine=True, bias=True)
+        DyISRU(8, beta=8, scale=2.646, center=True, elementwise_affine=True, bias=True)
     """
     by_glob: Sites = {}
     if isinstance(to, Mapping):
