@@ -35,13 +35,22 @@ def writes_of(tensor: Tensor) -> int | None:
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model in eval mode, and afterwards its modules back in theirs."""
-    training = [module for module in model.modules() if module.training]
+    training = []
+    paths = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        if module.training:
+            training.append(module)
+            paths.add(path)
     try:
         model.eval()
         yield
     finally:
+        # A module that was replaced meanwhile, and the one in its place.
         for module in training:
             module.training = True
+        for path, module in model.named_modules(remove_duplicate=False):
+            if path in paths:
+                module.training = True
 
 
 @contextmanager

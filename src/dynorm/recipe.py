@@ -187,7 +187,9 @@ class Recipe(Plain):
             most a third of a norm's channels.
         fold_means: first fold the means of LayerNorms into the weights, as :func:`fold_` does with
             ``center=True``, wherever that is exact: a layer has one centre for all tokens, but
-            each token has its own mean. Tied weights are untied for it.
+            each token has its own mean. Tied weights are untied for it. The fold sees the operators
+            that run on the first batch in eval mode: if another part of the model, such as a head
+            that is only used in training, reads the same stream, pass False.
         lean: as in :func:`calibrate_`.
         tolerance: as in :func:`calibrate_`, for ``to="auto"``.
         refine: steps that train the constants of all layers together; 0 for none.

@@ -215,3 +215,62 @@ def test_means_that_only_rounding_shows_are_folded() -> None:
     means = fold_means_(model, ids)
     assert means is not None
     assert means.folded == 3
+
+
+class Branch(Stream):
+    """A stream that a second head reads, if it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(48, 1)
+
+    def forward(self, ids: Tensor, extra: bool = False) -> Any:
+        x = self.table(ids)
+        for norm, block in zip(self.norms, self.blocks, strict=False):
+            x = x + block(norm(x))
+        logits = self.head(self.norms[-1](x))
+        return (logits, self.extra(x)) if extra else logits
+
+
+def test_a_branch_that_only_later_batches_take_is_not_changed_silently() -> None:
+    torch.manual_seed(0)
+    model = Branch().eval()
+    with torch.no_grad():
+        model.table.weight += torch.linspace(-3, 3, 64)[:, None]
+        model.extra.weight += 1
+    before = copy.deepcopy(model.state_dict())
+    first, *others = batches(4)
+    data = [{"ids": first}, *({"ids": ids, "extra": True} for ids in others)]
+    with pytest.raises(ModelError, match=r"fold_means=False"):
+        dynorm.convert_model(model, data, refine=0)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert isinstance(model.norms[0], nn.LayerNorm)
+
+
+def test_paths_with_the_letters_of_globs() -> None:
+    class Named(Stream):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleDict({name: nn.LayerNorm(48) for name in ("a[0]", "a*", "ab")})  # type: ignore[assignment]
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.table(ids)
+            for norm in self.norms.values():  # type: ignore[operator]
+                x = x + self.blocks[0](norm(x))
+            logits: Tensor = self.head(x)
+            return logits
+
+    torch.manual_seed(0)
+    model = Named().eval()
+    means = fold_means_(model, batches()[0], dynorm.Recipe(skip="norms.ab"))
+    assert means is not None
+    assert means.layernorms == 2
+    assert isinstance(model.norms["ab"], nn.LayerNorm)  # type: ignore[call-overload]
+
+
+def test_a_batch_may_be_a_list_and_the_mode_stays() -> None:
+    model = stream().train()
+    report = dynorm.convert_model(model, [[ids] for ids in batches(6)], refine=0)
+    assert report.meta["stages"]["fold_means"]["folded"] == 3
+    assert all(module.training for module in model.modules())

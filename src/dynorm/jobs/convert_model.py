@@ -83,13 +83,13 @@ def convert_model(
             report = measure(
                 model, tests, original=original, fit_on=fit, seed=recipe.seed, meta=meta
             )
+            report.meta["cost"] = costs(original, model, tests[0])
     except BaseException:
         # The modules are the old ones again, and their tensors get the old values.
         model.load_state_dict(original.state_dict())
         raise
     if stages:
         report.meta["stages"] = stages
-    report.meta["cost"] = costs(original, model, tests[0])
     return report
 
 
@@ -100,7 +100,7 @@ def _convert_(
     stages: dict[str, object] = {}
     args, kwargs = arguments(model, fit[0])
     if recipe.fold_means:
-        means = fold_means_(model, fit[0], recipe)
+        means = fold_means_(model, fit[0], recipe, fit[1:])
         if means is not None:
             stages["fold_means"] = means.to_dict()
     convert_(model, find_norms(model, *args, **kwargs), **recipe.convert_fields)

@@ -210,7 +210,7 @@ class Job:
         _, example = arguments(model, batch)
         if self.recipe.fold_means:
             with self.stage("fold_means"):
-                means = fold_means_(model, batch, self.recipe)
+                means = fold_means_(model, batch, self.recipe, batches)
             if means is not None:
                 self.say(str(means))
                 self.details["fold_means"] = means.to_dict()

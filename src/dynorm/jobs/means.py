@@ -4,24 +4,29 @@ A point-wise layer has one centre for all tokens, but each token has its own mea
 write into a residual stream are linear, the mean can be taken out of them, exactly.
 """
 
+import glob
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dynorm.batches import Batch, arguments
+from dynorm.batches import Batch, arguments, call
 from dynorm.errors import CalibrationWarning, DataError, ModelError
 from dynorm.find import find_norms
 from dynorm.fold import fold_
 from dynorm.fold.report import FOLDED, PARTLY
-from dynorm.guard import in_eval_mode
+from dynorm.guard import in_eval_mode, undisturbed
 from dynorm.recipe import Recipe
 from dynorm.replace.convert import selected_options
+from dynorm.stream.tensors import tensors_in
 from dynorm.table import PlainRecord
 
 _TOLERANCE = 1e-3
+_TOLERANCE_OF_HALVES = 0.05
+# Besides the first batch, this number of others is compared.
+_COMPARED = 4
 ALL_NORMS = Recipe()
 
 
@@ -59,18 +64,30 @@ class FoldedMeans(PlainRecord):
         if self.untied:
             text += f", and {', '.join(self.untied)} untied"
         if self.refused:
-            text += f"; others stay: {self.refused[0]}"
+            text += f"; some means stay: {self.refused[0]}"
         if len(self.refused) > 1:
-            text += f" (and {len(self.refused) - 1} like reasons)"
+            text += f" (and {len(self.refused) - 1} more reasons)"
         return text
 
 
-def fold_means_(model: nn.Module, batch: Batch, recipe: Recipe = ALL_NORMS) -> FoldedMeans | None:
+def fold_means_(
+    model: nn.Module, batch: Batch, recipe: Recipe = ALL_NORMS, others: Sequence[Batch] = ()
+) -> FoldedMeans | None:
     """Fold the means of the LayerNorms that a recipe replaces, in place; return None if there are none.
 
     The outputs stay the same. A model that cannot be folded is left as it is, with a warning and the
     reason in the result: it can be converted all the same.
+
+    The fold sees the operators that run on ``batch``. A few of the ``others`` are compared too: a
+    branch that only they take may read a stream whose means are gone.
+
+    Raises:
+        ModelError: the folded model's outputs on another batch differ. The model is then changed.
     """
+    # fold_ takes a list for one argument.
+    if isinstance(batch, list):
+        batch = tuple(batch)
+    compared = others[:: max(1, len(others) // _COMPARED)][:_COMPARED]
     args, kwargs = arguments(model, batch)
     sites = find_norms(model, *args, **kwargs)
     by_glob = recipe.target if isinstance(recipe.target, Mapping) else {}
@@ -78,10 +95,12 @@ def fold_means_(model: nn.Module, batch: Batch, recipe: Recipe = ALL_NORMS) -> F
     paths = []
     for site in sites:
         if site.kind == "layernorm" and site.refused is None and site.path in selected:
-            paths.append(site.path)
+            # fold_ takes globs.
+            paths.append(glob.escape(site.path))
     if not paths:
         return None
     try:
+        before = _outputs(model, compared)
         with in_eval_mode(model):
             report = fold_(
                 model,
@@ -100,6 +119,7 @@ def fold_means_(model: nn.Module, batch: Batch, recipe: Recipe = ALL_NORMS) -> F
             stacklevel=2,
         )
         return FoldedMeans(0, 0, len(paths), (str(error),))
+    _require_equal(before, _outputs(model, compared))
     reasons = [site.center.reason for site in report.sites if site.center.reason is not None]
     return FoldedMeans(
         report.count("center", FOLDED),
@@ -110,11 +130,42 @@ def fold_means_(model: nn.Module, batch: Batch, recipe: Recipe = ALL_NORMS) -> F
     )
 
 
+def _outputs(model: nn.Module, batches: Sequence[Batch]) -> list[list[Tensor]]:
+    """Return all floating-point tensors of the outputs on each batch."""
+    outputs = []
+    for batch in batches:
+        with torch.no_grad(), undisturbed(model, batch, evaluate=True):
+            tensors = tensors_in(call(model, batch))
+        outputs.append([tensor for tensor in tensors if tensor.is_floating_point()])
+    return outputs
+
+
+def _require_equal(before: list[list[Tensor]], after: list[list[Tensor]]) -> None:
+    """Refuse a fold that changed the outputs by more than rounding."""
+    for tensors, others in zip(before, after, strict=True):
+        for tensor, other in zip(tensors, others, strict=True):
+            allowed = _TOLERANCE
+            if tensor.dtype in (torch.float16, torch.bfloat16):
+                allowed = _TOLERANCE_OF_HALVES
+            # Masked values are infinite in both.
+            finite = tensor.isfinite() & other.isfinite()
+            values = tensor[finite].double()
+            difference = float((values - other[finite].double()).norm())
+            if difference > allowed * max(float(values.norm()), torch.finfo(tensor.dtype).tiny):
+                raise ModelError(
+                    "the outputs on all batches must stay the same when means are folded, but "
+                    "those on a later batch differ: it runs a part of the model that the first "
+                    "one does not. Let the first batch run all parts, or pass fold_means=False "
+                    "(--keep-means)"
+                )
+
+
 def _tolerance(model: nn.Module) -> float | None:
     """Return the relative error to allow; None for that of ``fold_``.
 
     In float32 means can be so large that rounding alone changes the outputs by more than ``fold_``
     allows. The conversion changes them far more.
     """
-    in_float32 = any(parameter.dtype == torch.float32 for parameter in model.parameters())
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    in_float32 = torch.float32 in dtypes and dtypes.isdisjoint((torch.float16, torch.bfloat16))
     return _TOLERANCE if in_float32 else None

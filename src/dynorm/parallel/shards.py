@@ -22,6 +22,9 @@ from dynorm.errors import ArgumentError, ModelError
 from dynorm.kernels import Parameters
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 
+# Far below every constant of a layer; its root, 1e-12, is a normal number in float32.
+_TINY = 1e-24
+
 
 def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
     r"""Return a layer's function of a DTensor, without communication unless there are witnesses.
@@ -172,17 +175,20 @@ def _with_witnesses(
     if twin.center is not None:
         u = u - upcast(twin.center).flatten()
     # The places of this rank's witnesses among its channels, and in the list of all witnesses.
+    position_of = {channel: position for position, channel in enumerate(channels)}
     positions = []
     numbers = []
     for number, witness in enumerate(twin.witness_channels):
-        if witness in channels:
-            positions.append(channels.index(witness))
+        if witness in position_of:
+            positions.append(position_of[witness])
             numbers.append(number)
     log_gain = twin.log_gain[numbers]
-    weighted = u[..., positions] * (0.5 * upcast(log_gain)).exp()
-    # Squares of float32 do not overflow in float64. The gradient at 0 is 0.
-    sizes = torch.linalg.vector_norm(weighted, dim=-1, keepdim=True, dtype=torch.float64)
-    sizes = sizes.to(u.dtype)
+    # An infinite witness would have a gradient of NaN. Squares of float32 do not overflow in float64.
+    limit = torch.finfo(u.dtype).max ** 0.5 / 2
+    squares = u[..., positions].clamp(-limit, limit).double().square()
+    total = (squares * upcast(log_gain).double().exp()).sum(-1, keepdim=True)
+    # A root has no second derivative at 0.
+    sizes = (total + _TINY).sqrt().to(u.dtype)
     rank = 0
     for group in groups:
         rank += group.rank() * sizes.shape[-1]
