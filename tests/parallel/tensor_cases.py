@@ -434,3 +434,31 @@ def _compiled(layer: nn.Module) -> dict[str, Any]:
     with CommDebugMode() as comm:
         y = torch.compile(layer, backend="aot_eager")(sharded)
     return {"gap": gap(y, plain(x)), "collectives": counted(comm)}
+
+
+def special_witnesses(folder: Path) -> Any:
+    """First and second derivatives where a rank's only witness is 0 or infinite."""
+    mesh = meshes()[0]
+    found = {}
+    for value in (0.0, math.inf):
+        torch.manual_seed(4)
+        plain = dynorm.DyISRU(8, witnesses=(0, 1)).double()
+        layer = copy.deepcopy(plain)
+        parallelize_module(layer, mesh, PointwiseParallel())
+        x = torch.randn(3, 8).double()
+        x[0, :2] = value
+        derivatives = []
+        for module, inputs in (
+            (plain, x.clone()),
+            (layer, distribute_tensor(x, mesh, [Shard(-1)])),
+        ):
+            inputs.requires_grad_()
+            (first,) = torch.autograd.grad(module(inputs).sum(), inputs, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum(), inputs)
+            derivatives.append((first, second))
+        (first, second), (sharded_first, sharded_second) = derivatives
+        gaps = [gap(sharded_first, first)]
+        if value == 0:
+            gaps.append(gap(sharded_second, second))
+        found[str(value)] = max(gaps)
+    return found
