@@ -62,7 +62,7 @@ class Defaults:
 
 
 ENCODER = Defaults(max_length=128, batch=32, calibration=256)
-"""For an encoder of texts, and for models that are not of transformers."""
+"""For a text encoder, and for a model that is not a transformers model."""
 IMAGES = Defaults(batch=8, calibration=128)
 LANGUAGE = Defaults(max_length=256, batch=4, calibration=24)
 AUDIO = Defaults(batch=4, calibration=32)
@@ -83,8 +83,8 @@ def defaults_for(language_model: bool, noun: str = "texts") -> Defaults:
 def defaults_of(model: nn.Module) -> Defaults:
     """Return the defaults for a model.
 
-    A model of transformers that generates is a language model, unless it takes audio. Others go by
-    the name of their main input. A model that is not of transformers is taken for an encoder.
+    A transformers model that generates is a language model, unless it takes audio. Others go by
+    the name of their main input. One that is not a transformers model is treated as a text encoder.
     """
     noun = KINDS.get(getattr(model, "main_input_name", ""), "texts")
     can_generate = getattr(model, "can_generate", None)
