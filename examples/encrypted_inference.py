@@ -63,7 +63,8 @@ def activations() -> dict[str, dict[str, Any]]:
     for handle in handles:
         handle.remove()
     dynorm.convert_(model, sites, to="linear", per_channel=True, witnesses=0)
-    dynorm.calibrate_(model, batches[::2])
+    # Without witnesses a post-norm encoder needs a lean.
+    dynorm.calibrate_(model, batches[::2], lean=0.7)
     for path, seen in found.items():
         layer, ones = model.get_submodule(path), torch.ones(1, 384)
         with torch.no_grad():

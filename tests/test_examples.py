@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# Its log goes to the stderr of its import; that of the first example is closed in the next one.
+import transformers  # noqa: F401
+
 import dynorm
 
 FOLDER = Path(__file__).parents[1] / "examples"
