@@ -145,6 +145,14 @@ def upcast(value: Tensor) -> Tensor:
     return value.float()
 
 
+def clamped(z: Tensor) -> Tensor:
+    """Return ``z`` up to the size from which squares no longer matter: 2**63 in float32."""
+    # Beyond it the quotient of DyISRU is 1 to rounding for any beta up to 1e30, but the square
+    # would overflow and inf / inf be NaN.
+    limit = float(torch.finfo(z.dtype).max ** 0.5 / 2)
+    return z.clamp(-limit, limit)
+
+
 def resolve(x: Tensor, dim: Axes) -> tuple[Tensor, tuple[int, ...]]:
     """Return ``x`` in the dtype to compute in, and ``dim`` as axes counted from the front."""
     check_floating("x", x, "convert it, say with .float()")

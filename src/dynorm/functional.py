@@ -42,6 +42,7 @@ from dynorm.arguments import (
     Constant,
     check_not_negative,
     check_witness_tensors,
+    clamped,
     constant,
     count,
     parameter,
@@ -418,17 +419,9 @@ def linear(
     return _affine(u, slope * scale, weight, bias, axes).to(x.dtype)
 
 
-def _clamped(z: Tensor) -> Tensor:
-    """Return ``z`` up to the size from which squares no longer matter: 2**63 in float32."""
-    # Beyond it the quotient of DyISRU is 1 to rounding for any beta up to 1e30, but the square
-    # would overflow and inf / inf be NaN.
-    limit = float(torch.finfo(z.dtype).max ** 0.5 / 2)
-    return z.clamp(-limit, limit)
-
-
 def _soft_sign(d: Tensor, beta: Constant) -> Tensor:
     """Return ``d / sqrt(beta + d**2)``, which goes from -1 to 1."""
-    d = _clamped(d)
+    d = clamped(d)
     return d / torch.sqrt(beta + d * d)
 
 
@@ -523,7 +516,7 @@ def _shifted(
         return u, None
     channels = count(z, axes)
     check_witness_tensors(witnesses, gain, channels)
-    u = _clamped(u)
+    u = clamped(u)
     last = tuple(range(-len(axes), 0))
     flat = u.movedim(axes, last).flatten(-len(axes))
     chosen = flat.index_select(-1, witnesses)

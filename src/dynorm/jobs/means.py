@@ -16,6 +16,7 @@ from dynorm.batches import Batch, arguments, call
 from dynorm.errors import CalibrationWarning, DataError, ModelError
 from dynorm.find import find_norms
 from dynorm.fold import fold_
+from dynorm.fold.check import relative_error
 from dynorm.fold.report import FOLDED, PARTLY
 from dynorm.guard import in_eval_mode, undisturbed
 from dynorm.recipe import Recipe
@@ -23,6 +24,7 @@ from dynorm.replace.convert import selected_options
 from dynorm.stream.tensors import tensors_in
 from dynorm.table import PlainRecord
 
+_HALVES = (torch.float16, torch.bfloat16)
 _TOLERANCE = 1e-3
 _TOLERANCE_OF_HALVES = 0.05
 # Besides the first batch, this number of others is compared.
@@ -142,22 +144,17 @@ def _outputs(model: nn.Module, batches: Sequence[Batch]) -> list[list[Tensor]]:
 
 def _require_equal(before: list[list[Tensor]], after: list[list[Tensor]]) -> None:
     """Refuse a fold that changed the outputs by more than rounding."""
-    for tensors, others in zip(before, after, strict=True):
-        for tensor, other in zip(tensors, others, strict=True):
-            allowed = _TOLERANCE
-            if tensor.dtype in (torch.float16, torch.bfloat16):
-                allowed = _TOLERANCE_OF_HALVES
-            # Masked values are infinite in both.
-            finite = tensor.isfinite() & other.isfinite()
-            values = tensor[finite].double()
-            difference = float((values - other[finite].double()).norm())
-            if difference > allowed * max(float(values.norm()), torch.finfo(tensor.dtype).tiny):
-                raise ModelError(
-                    "the outputs on all batches must stay the same when means are folded, but "
-                    "those on a later batch differ: it runs a part of the model that the first "
-                    "one does not. Let the first batch run all parts, or pass fold_means=False "
-                    "(--keep-means)"
-                )
+    for outputs, folded in zip(before, after, strict=True):
+        allowed = _TOLERANCE
+        if any(output.dtype in _HALVES for output in outputs):
+            allowed = _TOLERANCE_OF_HALVES
+        exact = [output.double() for output in outputs]
+        if relative_error([output.double() for output in folded], exact) > allowed:
+            raise ModelError(
+                "the outputs on all batches must stay the same when means are folded, but those on "
+                "a later batch differ: it runs a part of the model that the first one does not. "
+                "Let the first batch run all parts, or pass fold_means=False (--keep-means)"
+            )
 
 
 def _tolerance(model: nn.Module) -> float | None:
@@ -167,5 +164,5 @@ def _tolerance(model: nn.Module) -> float | None:
     allows. The conversion changes them far more.
     """
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    in_float32 = torch.float32 in dtypes and dtypes.isdisjoint((torch.float16, torch.bfloat16))
+    in_float32 = torch.float32 in dtypes and dtypes.isdisjoint(_HALVES)
     return _TOLERANCE if in_float32 else None

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dynorm.arguments import upcast
+from dynorm.arguments import clamped, upcast
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.kernels import Parameters
 from dynorm.layers import AnnealedNorm, PointwiseNorm
@@ -183,9 +183,8 @@ def _with_witnesses(
             positions.append(position_of[witness])
             numbers.append(number)
     log_gain = twin.log_gain[numbers]
-    # An infinite witness would have a gradient of NaN. Squares of float32 do not overflow in float64.
-    limit = torch.finfo(u.dtype).max ** 0.5 / 2
-    squares = u[..., positions].clamp(-limit, limit).double().square()
+    # Squares of float32 do not overflow in float64, but an infinite witness would have a gradient of NaN.
+    squares = clamped(u[..., positions]).double().square()
     total = (squares * upcast(log_gain).double().exp()).sum(-1, keepdim=True)
     # A root has no second derivative at 0.
     sizes = (total + _TINY).sqrt().to(u.dtype)
