@@ -149,7 +149,7 @@ gone: setup
 	$(BIN)/python -m benchmarks.auto
 	model="$$($(BIN)/python tools/demo_model.py)" && for to in dyisru "auto --tolerance 0.05" "auto --tolerance 0.08"; do \
 		$(BIN)/dynorm convert "$$model" "build/gone/$${to##* }" --to $$to --witnesses 4 --per-channel --steps 200 $(BF16) --overwrite || exit 1; done
-	$(BIN)/python -m benchmarks.auto --add $(addprefix build/gone/,$(addsuffix /report.json,dyisru 0.05 0.08)) benchmarks/results/demo.json
+	$(BIN)/python -m benchmarks.auto --add $(addprefix build/gone/,$(addsuffix /report.json,dyisru 0.05 0.08))
 	$(BIN)/python -m benchmarks.encrypted
 	$(BIN)/python -m benchmarks.tables
 
@@ -175,11 +175,11 @@ build/debian-descriptions.txt:
 	apt-get update -qq -o Dir::State::lists="$(CURDIR)/build/apt" -o Acquire::Languages=en
 	/usr/lib/apt/apt-helper cat-file build/apt/*_main_i18n_Translation-en* > $@
 
-CALIBRATED = $(BIN)/dynorm convert "$$($(BIN)/python tools/demo_model.py)" build/untrained --name all-MiniLM-L6-v2 --steps 0 --refine 0 --overwrite
+UNTRAINED = $(BIN)/dynorm convert "$$($(BIN)/python tools/demo_model.py)" build/untrained --name all-MiniLM-L6-v2 --steps 0 --refine 0 --overwrite
 
 # What is lost on a task, for README.md: a few minutes. The texts are Debian's; apt-get fetches them.
 retrieval: demo build/debian-descriptions.txt
-	$(CALIBRATED)
+	$(UNTRAINED)
 	$(BIN)/python -m benchmarks.retrieval build/untrained/model build/demo/model
 	$(BIN)/python -m benchmarks.tables
 
@@ -209,7 +209,7 @@ draws: setup .venv/models.stamp
 # Measure two figures of README and docs again, and fail if one is worse than the committed one by more than its noise: the divergence
 # of a calibrated decoder on one more draw of the text, and the loss of a calibrated encoder at retrieval.
 check-figures: setup .venv/models.stamp build/debian-descriptions.txt
-	$(CALIBRATED)
+	$(UNTRAINED)
 	$(BIN)/python -m benchmarks.retrieval --check build/untrained/model
 	$(BIN)/python -m benchmarks.draws --check
 

@@ -96,9 +96,8 @@ def main() -> None:
     continued = pretrained.greedy(original, prompts, ASKED)
     near = near_ties(original, prompts, continued)
 
-    def add(stage: str, done: int, other: Any) -> None:
-        is_original = stage.startswith("the original")
-        row: Row = {"stage": stage, "witnesses": 0 if is_original else witnesses, "steps": done}
+    def add(stage: str, done: int, other: Any, witnesses: int = witnesses) -> None:
+        row: Row = {"stage": stage, "witnesses": witnesses, "steps": done}
         row["tokens"] = done * BATCH * length
         row |= {name: figures(other, original, batches) for name, batches in tests.items()}
         same = pretrained.greedy(other, prompts, ASKED) == continued
@@ -118,7 +117,7 @@ def main() -> None:
 
     if witnesses == 8:
         # The effect of rounding on the greedy tokens.
-        add("the original in bfloat16", 0, copy.deepcopy(original).bfloat16())
+        add("the original in bfloat16", 0, copy.deepcopy(original).bfloat16(), witnesses=0)
     add("calibrated", 0, model)
     if options.refine:
         refined = copy.deepcopy(model)

@@ -89,12 +89,13 @@ def _encoder() -> list[str]:
     demo = _load("demo")
     seconds = demo["meta"]["seconds"]
     stages = [seconds[stage] for stage in ("calibrate", "refine", "distill")]
+    untrained = untrained_encoder()
     return _row(
-        "all-MiniLM-L6-v2, encoder, 128 witnesses",
+        f"all-MiniLM-L6-v2, encoder, {untrained['witnesses']} witnesses",
         "`make demo`",
         "mean cosine to the original, 512 docstrings",
         time="{:.0f} s, {:.0f} s, {:.0f} s".format(*stages),
-        calibrated=f"{untrained_encoder()['cosine_mean']:.4f}",
+        calibrated=f"{untrained['cosine_mean']:.4f}",
         refined=f"{untrained_encoder(refined=50)['cosine_mean']:.4f}",
         distilled=f"{demo['output']['cosine_mean']:.4f} ({demo_steps():,} steps)",
     )
@@ -157,11 +158,8 @@ def _lines() -> list[str]:
 
 
 def _decoder(witnesses: int) -> list[str]:
-    rows = []
-    for row in _load("decoder")["rows"]:
-        if row["witnesses"] == witnesses and row["stage"] != "refined":
-            rows.append(row)
-    last = max(rows, key=lambda row: row["tokens"])
+    rows = decoder_rows(witnesses)
+    last = rows[-1]
     options = "--refine 0"
     distilled = "not run"
     if last["steps"]:
@@ -179,6 +177,15 @@ def _decoder(witnesses: int) -> list[str]:
         refined="not run",
         distilled=distilled,
     )
+
+
+def decoder_rows(witnesses: int) -> Rows:
+    """Return the calibrated decoder's row, and those along its distillation."""
+    rows = []
+    for row in _load("decoder")["rows"]:
+        if row["witnesses"] == witnesses and row["stage"] != "refined":
+            rows.append(row)
+    return sorted(rows, key=lambda row: row["tokens"])
 
 
 def _two_losses(row: dict[str, Any]) -> str:

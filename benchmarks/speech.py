@@ -24,7 +24,7 @@ from dynorm.jobs.job import CALIBRATION_BLOCKS
 from dynorm.jobs.means import fold_means_
 from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import split_audio
-from dynorm.recipe import MOST_WITNESSES, Recipe
+from dynorm.recipe import LayerOptions, Recipe
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 from tools.speech import gather
@@ -36,7 +36,7 @@ ABOUT = {
     "model": "Whisper tiny.en, 22 LayerNorms",
     "held_out": 48,
     "batch": 4,
-    "witnesses": min(MOST_WITNESSES, CHANNELS // 3),
+    "witnesses": LayerOptions().filled(CHANNELS).most_witnesses,
 }
 
 

@@ -119,7 +119,7 @@ def headline_table() -> str:
 
 def converted_table() -> str:
     """One row per model with the default number of witnesses: what is left without training, and after some."""
-    decoder = [row for row in load("decoder")["rows"] if row["witnesses"] == MOST_WITNESSES]
+    decoder = models.decoder_rows(MOST_WITNESSES)
     images = load("images")["rows"]
     speech = load("speech")["rows"]
     trained = load("demo")["output"]
@@ -135,12 +135,15 @@ def converted_table() -> str:
     def neighbours(row: dict[str, Any]) -> str:
         return f"cosine {row['cosine_mean']:.3f}, {row['neighbours']:.0%} same neighbour"
 
+    distilled_decoder = "not run"
+    if decoder[-1]["steps"]:
+        distilled_decoder = f"{loss(decoder[-1])}, {decoder[-1]['steps']} steps"
     lines = ["| all norms replaced | no training | distilled |", "|---|---|---|"]
     for title, cells in (
         ("[encoder](docs/howto/encoder.md) all-MiniLM-L6-v2", encoder),
         (
             "[decoder](docs/howto/decoder.md) SmolLM2-135M",
-            [loss(decoder[0]), "not run"],
+            [loss(decoder[0]), distilled_decoder],
         ),
         (
             "[images](docs/howto/vision.md) DINOv2-small",

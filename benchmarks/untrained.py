@@ -34,6 +34,7 @@ from dynorm.jobs.speech import Listener
 from dynorm.jobs.texts import split_audio, split_texts
 from dynorm.recipe import AUDIO, ENCODER, IMAGES, Defaults, Recipe
 from dynorm.report.conversion import compare
+from dynorm.report.output import OutputReport
 from tools import pictures, speech
 from tools.demo_model import folder
 
@@ -58,6 +59,11 @@ class Subject:
     to_refine: Batches | None = None
 
 
+def rounded(output: OutputReport, *names: str) -> Row:
+    """Return some figures of a report to four digits."""
+    return {name: round(getattr(output, name), 4) for name in names}
+
+
 def minilm() -> Subject:
     """Return the encoder of texts, on first paragraphs of docstrings."""
     texts = encoder(0)
@@ -65,10 +71,7 @@ def minilm() -> Subject:
 
     def measure(model: nn.Module) -> Row:
         output = dynorm.measure(model, texts.tests, original=original).output
-        figures: Row = {}
-        for name in ("cosine_mean", "cosine_min", "spearman", "neighbours"):
-            figures[name] = round(getattr(output, name), 4)
-        return figures
+        return rounded(output, "cosine_mean", "cosine_min", "spearman", "neighbours")
 
     first = ENCODER.calibration
     to_fit = make_batches(texts.pretrained, texts.encoded[:first], BATCH, 0)
@@ -124,10 +127,7 @@ def dinov2() -> Subject:
 
     def measure(model: nn.Module) -> Row:
         output = compare(model, original, inputs.batches(inputs.held_out, IMAGES.batch))
-        figures: Row = {}
-        for name in ("cosine_mean", "cosine_min", "neighbours"):
-            figures[name] = round(getattr(output, name), 4)
-        return figures
+        return rounded(output, "cosine_mean", "cosine_min", "neighbours")
 
     return Subject(original, _to_fit(inputs, IMAGES), measure)
 
@@ -187,8 +187,9 @@ def rows(
     seconds = round(time.perf_counter() - started)
     yield {**about, "seconds": seconds, **subject.measure(model)}
     if refine:
+        started = time.perf_counter()
         dynorm.refine_(model, subject.to_refine or subject.batches, steps=refine)
-        seconds = round(time.perf_counter() - started)
+        seconds += round(time.perf_counter() - started)
         yield {**about, "refined": refine, "seconds": seconds, **subject.measure(model)}
 
 
