@@ -40,9 +40,7 @@ def main() -> None:
 
     batches, held_out = [batch() for _ in range(24)], [batch() for _ in range(8)]
     print(dynorm.convert_(model, dynorm.find_norms(model, **batches[0]), witnesses=4))
-    # lean=0: an early layer must not repair the input of a later one; in a pre-norm decoder that does
-    # harm.
-    dynorm.calibrate_(model, batches[:12], lean=0.0)
+    dynorm.calibrate_(model, batches[:12])
     calibrated = dynorm.measure(model, held_out, original=original)
     print(calibrated.verdict())
     dynorm.distill_(model, batches, teacher=original, steps=60, quiet=True)

@@ -37,8 +37,7 @@ _CAREFUL = 0.3
 _LEAST_OF_SAMPLE = 1e-3
 # Least squares shrinks outputs that it cannot predict, and site after site the shrinkage
 # multiplies. So the slope is multiplied by |correlation|^-1/2, which undoes half of the shrinkage on
-# a log scale. A careful fit keeps the shrinkage: its layers should add less of
-# the unknown part.
+# a log scale. A careful fit keeps the shrinkage: its layers should add less of the unknown part.
 _GIVE_BACK = 0.5
 # This number of values stays in the cache of a CPU core.
 _CHUNK = 1 << 18

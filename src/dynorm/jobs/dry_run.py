@@ -56,7 +56,7 @@ class DryRun(Plain):
         times = [(name, seconds) for name, seconds in self.seconds.items()]
         times.append(("in all", sum(self.seconds.values())))
         notes = [
-            "Times are extrapolated from a few batches. The writing of the files, and the texts that "
+            "Times from calibrate on are extrapolated from a few batches. The writing of the files, and the texts that "
             "a language or speech model generates for the report, are not included.",
             f"Peak memory: about {self.memory / 2**30:.1f} GiB.",
         ]
