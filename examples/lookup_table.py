@@ -1,10 +1,12 @@
-"""Look a point-wise layer up in a table: a function from int8 to int8 has 256 values.
+"""Replace a point-wise layer by a lookup table: a function from int8 to int8 has only 256 values.
 
 The table equals the layer between a dequantization and a quantization, bit for bit. Here all
 channels share one table of 256 bytes. A layer with a weight, a bias or constants per channel needs
-one for each channel (`dynorm.fold_` removes weight and bias), and a layer with witnesses, whose
-outputs depend on several channels, has no table.
+one table per channel (`dynorm.fold_` removes weight and bias). A layer with witnesses has no table,
+because each output depends on several channels.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,9 +17,27 @@ from dynorm.quantize import observed_ranges, output_range, static_scale
 CHANNELS = 64
 
 
-def quantized(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Return the int8 codes of some values."""
-    return ((x / scale).round() + zero).clamp(-128, 127).to(torch.int8)
+@dataclass
+class Quantizer:
+    """An int8 code q stands for the number ``(q - zero) * scale``."""
+
+    scale: Tensor
+    zero: Tensor
+
+    def quantize(self, x: Tensor) -> Tensor:
+        """Return the int8 codes of ``x``."""
+        codes = (x / self.scale).round() + self.zero
+        return codes.clamp(-128, 127).to(torch.int8)
+
+    def dequantize(self, codes: Tensor) -> Tensor:
+        """Return the numbers that the codes stand for."""
+        return (codes - self.zero.float()) * self.scale
+
+
+def quantizer_for(low: Tensor, high: Tensor) -> Quantizer:
+    """Return a quantizer for numbers from ``low`` to ``high``, given for each channel."""
+    scale, zero = static_scale(low.min(), high.max())
+    return Quantizer(scale, zero)
 
 
 def main() -> None:
@@ -27,29 +47,31 @@ def main() -> None:
     model = torch.nn.Sequential(layer)
     batches = [torch.randn(16, CHANNELS) for _ in range(8)]
     dynorm.init_from_batch_(model, batches[0])
-    low, high = observed_ranges(model, batches, inputs_of=["0"])["0"]
-    input_scale, input_zero = static_scale(low.min(), high.max())
-    low, high = output_range(layer)
-    output_scale, output_zero = static_scale(low.min(), high.max())
+
+    ranges = observed_ranges(model, batches, inputs_of=["0"])
+    inputs = quantizer_for(*ranges["0"])
+    outputs = quantizer_for(*output_range(layer))
 
     # Entry q + 128 is the output code of the input code q.
-    inputs = (torch.arange(-128.0, 128.0) - input_zero) * input_scale
+    every_input = inputs.dequantize(torch.arange(-128, 128))
     with torch.no_grad():
-        outputs = layer(inputs[:, None].expand(256, CHANNELS))[:, 0]
-    table = quantized(outputs, output_scale, output_zero)
+        every_output = layer(every_input[:, None].expand(256, CHANNELS))[:, 0]
+    table = outputs.quantize(every_output)
     print(f"the table of a layer with {CHANNELS} channels: {table.nbytes} bytes")
 
-    codes = quantized(batches[0], input_scale, input_zero)
+    codes = inputs.quantize(batches[0])
     looked_up = table[codes.long() + 128]
     with torch.no_grad():
-        computed = layer((codes - input_zero.float()) * input_scale)
-    if not torch.equal(looked_up, quantized(computed, output_scale, output_zero)):
+        computed = outputs.quantize(layer(inputs.dequantize(codes)))
+        exact = layer(batches[0])
+    if not torch.equal(looked_up, computed):
         raise SystemExit("the table must equal the layer, bit for bit")
-    y = (looked_up - output_zero.float()) * output_scale
-    error = (y - layer(batches[0])).norm() / y.norm()
+
+    y = outputs.dequantize(looked_up)
+    error = (y - exact).norm() / y.norm()
     print(f"int8 outputs, dequantized: {error:.1%} from the layer in float32")
     if error > 0.05:
-        raise SystemExit("int8 must be near to the layer")
+        raise SystemExit("the int8 outputs must be close to those of the layer")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Convert a decoder whose training does not fit into one process: weights, gradients, moments and teacher are sharded.
 
-Without arguments it starts two processes and converts a small random Llama. A real model on eight
-GPUs: torchrun --nproc-per-node 8 examples/shard_decoder.py MODEL OUT [STEPS]
+Without arguments, the script starts two processes and converts a small random Llama. To convert a
+real model on eight GPUs: torchrun --nproc-per-node 8 examples/shard_decoder.py MODEL OUT [STEPS]
 """
 
 import copy
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -23,8 +23,10 @@ from dynorm.train.distill import distill_
 
 LENGTH = 512
 
+Batch = dict[str, Tensor]
 
-def sharded(model: nn.Module) -> nn.Module:
+
+def shard(model: nn.Module) -> nn.Module:
     """Leave each process its part of every layer."""
     for layer in model.model.layers:
         fully_shard(layer)
@@ -33,99 +35,125 @@ def sharded(model: nn.Module) -> nn.Module:
 
 def convert(
     load: Callable[[], Any],
-    batches: list[dict[str, torch.Tensor]],
+    batches: list[Batch],
     steps: int,
     witnesses: int = 8,
     lr: float | None = None,
 ) -> Any:
     """Return the converted model on the first process, and None on the others."""
-    rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    share = batches[rank::ranks]
-    # Until here each process holds the model once.
+    rank = distributed.get_rank()
+    ranks = distributed.get_world_size()
+    batches_of_rank = batches[rank::ranks]
+
+    # Each process holds the whole model until it is sharded.
     model = load()
-    dynorm.convert_(model, dynorm.find_norms(model, **batches[0]), witnesses=witnesses)
-    dynorm.calibrate_(model, share, lean=0.0)
+    sites = dynorm.find_norms(model, **batches[0])
+    dynorm.convert_(model, sites, witnesses=witnesses)
+    dynorm.calibrate_(model, batches_of_rank, lean=0.0)
     model.activation_checkpointing_enable()
-    dynorm.refine_(model, share, steps=min(steps, 50))
-    whole = copy.deepcopy(model).cpu() if rank == 0 else None
-    sharded(model)
+    dynorm.refine_(model, batches_of_rank, steps=min(steps, 50))
+    unsharded = None
+    if rank == 0:
+        unsharded = copy.deepcopy(model).cpu()
+
+    shard(model)
     report = distill_(
-        model, share, teacher=sharded(load()), steps=steps, lr=lr, bf16=True, quiet=True
+        model,
+        batches_of_rank,
+        teacher=shard(load()),
+        steps=steps,
+        lr=lr,
+        bf16=True,
+        quiet=True,
     )
-    state = get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    if whole is not None:
-        whole.load_state_dict(state)
+    # All processes take part in this.
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    if unsharded is not None:
+        unsharded.load_state_dict(state)
         print(
             f"{ranks} processes, {report.samples} samples: loss {report.loss_before:.3f} -> "
             f"{report.loss_after:.3f}"
         )
-    # No process leaves while another one still gathers. Then the first one goes on alone.
+    # No process may leave while another one still gathers. Only the first one has more to do.
     distributed.barrier()
     distributed.destroy_process_group()
-    return whole
+    return unsharded
 
 
-def real(folder: str, out: str, steps: int) -> None:
-    """Convert the model in a folder to one in another, with the docstrings of Python's standard library."""
+def convert_folder(folder: str, out: str, steps: int) -> None:
+    """Convert the model in a folder with the docstrings of the standard library, and save it to another."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    joined = tokenizer("\n\n".join(standard_library_docstrings(whole=True)), return_tensors="pt")[
-        "input_ids"
-    ][0]
-    batches = [{"input_ids": block[None]} for block in joined.split(LENGTH)[:-1]]
+    text = "\n\n".join(standard_library_docstrings(whole=True))
+    tokens = tokenizer(text, return_tensors="pt")["input_ids"][0]
+    batches = []
+    # The last block is shorter, and left out.
+    for block in tokens.split(LENGTH)[:-1]:
+        batches.append({"input_ids": block[None]})
     device = torch.device("cuda", torch.cuda.current_device())
-    model = convert(
-        lambda: AutoModelForCausalLM.from_pretrained(folder).to(device).eval(), batches, steps
-    )
+
+    def load() -> nn.Module:
+        return AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+
+    model = convert(load, batches, steps)
     if model is not None:
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
 
 
-def small() -> None:
-    """Convert a small random model, and check that the weights found their way back."""
-    size = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
+def convert_small_model() -> None:
+    """Convert a small random model, and check that the result is close to the original."""
     torch.manual_seed(0)
-    original = LlamaForCausalLM(LlamaConfig(vocab_size=64, initializer_range=0.1, **size)).eval()
-    batches = [{"input_ids": torch.randint(0, 64, (4, 16))} for _ in range(16)]
-    model = convert(lambda: copy.deepcopy(original), batches, 30, witnesses=2, lr=3e-4)
-    if model is not None:
-        found = dynorm.measure(model, batches, original=original).output
-        print(f"divergence from the original: {found.kl:.5f} nats per token")
-        if not found.kl < 0.02:
-            raise SystemExit(
-                f"a distilled model should be close to its original, but is {found.kl:.3f} nats "
-                "away"
-            )
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=0.1,
+    )
+    original = LlamaForCausalLM(config).eval()
+    batches = []
+    for _ in range(16):
+        ids = torch.randint(0, 64, (4, 16))
+        batches.append({"input_ids": ids})
+
+    def load() -> nn.Module:
+        return copy.deepcopy(original)
+
+    model = convert(load, batches, steps=30, witnesses=2, lr=3e-4)
+    if model is None:
+        return
+    divergence = dynorm.measure(model, batches, original=original).output.kl
+    print(f"divergence from the original: {divergence:.5f} nats per token")
+    if not divergence < 0.02:
+        raise SystemExit(
+            f"a distilled model should be close to its original, but is {divergence:.3f} nats away"
+        )
+
+
+def start_two_processes() -> None:
+    """Run this script again, with torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--standalone", "--nproc-per-node", "2", __file__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, check=True)
 
 
 def main() -> None:
-    """Do the work of one process, or start two."""
+    """Start two processes, or do the work of one."""
     if "RANK" not in os.environ:
-        words = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            __file__,
-        ]
-        subprocess.run(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
-        return
-    if len(sys.argv) > 2:
+        start_two_processes()
+    elif len(sys.argv) > 2:
+        folder = sys.argv[1]
+        out = sys.argv[2]
+        steps = int(sys.argv[3]) if len(sys.argv) > 3 else 2000
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    distributed.init_process_group("nccl" if len(sys.argv) > 2 else "gloo")
-    if len(sys.argv) > 2:
-        real(sys.argv[1], sys.argv[2], int([*sys.argv, "2000"][3]))
+        distributed.init_process_group("nccl")
+        convert_folder(folder, out, steps)
     else:
-        small()
+        distributed.init_process_group("gloo")
+        convert_small_model()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Shard the channels of a block over two processes: a norm needs the other's sums, a point-wise layer does not.
+"""Shard the channels of a block over two processes: a norm has to communicate, a point-wise layer does not.
 
-The residual stream is sharded over channels. torch counts the collectives of the block, of one of
-its layers, and of an RMSNorm. The sharded outputs equal those of one process.
+The residual stream is sharded over channels. A norm sums over all of them, so each process needs the
+others' sums. torch counts the collectives of the block, of one of its point-wise layers, and of an
+RMSNorm. The sharded outputs equal those of one process.
 """
 
 import socket
@@ -16,24 +17,34 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dynorm
 from dynorm.parallel import PointwiseParallel, require_equal_ranks
 
-WIDTH, RANKS = 64, 2
+WIDTH = 64
+RANKS = 2
 
 
 class Block(nn.Module):
-    """A layer before an MLP and one after: the end of a decoder block and the beginning of the next."""
+    """An MLP between two layers: the end of one decoder block and the beginning of the next."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = dynorm.DyISRU(WIDTH), dynorm.DyISRU(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1 = dynorm.DyISRU(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.norm2 = dynorm.DyISRU(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input of the next block, of the sizes of ``x``."""
-        return self.norm2(x + self.down(self.up(self.norm1(x)).relu()))
+        """Return the input of the next block, of the shape of ``x``."""
+        hidden = self.up(self.norm1(x)).relu()
+        return self.norm2(x + self.down(hidden))
 
 
-def collectives(x: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
-    """Count the collectives of a sharded block and of one of its point-wise layers; check the block's output."""
+def shard_channels(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return ``x`` with its channels sharded over the processes."""
+    part = x.chunk(RANKS, -1)[distributed.get_rank()]
+    return DTensor.from_local(part.contiguous(), mesh, [Shard(-1)])
+
+
+def count_in_block(x: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
+    """Return how many collectives a sharded block needs, and one of its point-wise layers; check its output."""
     torch.manual_seed(0)
     block = Block()
     expected = block(x)
@@ -45,40 +56,49 @@ def collectives(x: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
         "norm2": PointwiseParallel(),
     }
     parallelize_module(block, mesh, plan)
-    part = DTensor.from_local(
-        x.chunk(RANKS, -1)[distributed.get_rank()].contiguous(), mesh, [Shard(-1)]
-    )
-    with CommDebugMode() as whole:
-        y = block(part)
-    with CommDebugMode() as layer:
-        block.norm2(part)
+
+    sharded = shard_channels(x, mesh)
+    with CommDebugMode() as in_block:
+        y = block(sharded)
+    with CommDebugMode() as in_layer:
+        block.norm2(sharded)
     torch.testing.assert_close(y.full_tensor(), expected)
-    return whole.get_total_counts(), layer.get_total_counts()
+    return in_block.get_total_counts(), in_layer.get_total_counts()
+
+
+def count_in_rmsnorm(x: Tensor, mesh: DeviceMesh) -> int:
+    """Return how many collectives an RMSNorm on sharded channels needs."""
+    sharded = shard_channels(x, mesh)
+    with CommDebugMode() as in_norm:
+        mean_square = sharded.pow(2).mean(-1, keepdim=True)
+        # An RMSNorm needs the sum of squares over all channels.
+        mean_square = mean_square.redistribute(placements=[Replicate()])
+        sharded * (mean_square + 1e-5).rsqrt()
+    return in_norm.get_total_counts()
 
 
 def work(rank: int, port: int) -> None:
     """Do the work of one process."""
     torch.set_num_threads(1)
     distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=RANKS,
     )
     mesh = init_device_mesh("cpu", (RANKS,))
     torch.manual_seed(1)
     x = torch.randn(4, WIDTH)
-    whole, layer = collectives(x, mesh)
-    with CommDebugMode() as norm:
-        part = DTensor.from_local(x.chunk(RANKS, -1)[rank].contiguous(), mesh, [Shard(-1)])
-        # An RMSNorm cannot do without the sum of squares over all channels.
-        part * (
-            part.pow(2).mean(-1, keepdim=True).redistribute(placements=[Replicate()]) + 1e-5
-        ).rsqrt()
+    in_block, in_layer = count_in_block(x, mesh)
+    in_norm = count_in_rmsnorm(x, mesh)
     if rank == 0:
-        print(f"the block: {whole} collectives, both of them its matrix products'")
-        print(f"a norm on sharded channels: {norm.get_total_counts()} each; a DyISRU: {layer}")
+        print(f"the block: {in_block} collectives, both of them its matrix products'")
+        print(f"a norm on sharded channels: {in_norm} each; a DyISRU: {in_layer}")
     distributed.destroy_process_group()
-    if (whole, layer) != (2, 0) or norm.get_total_counts() < 1:
+    if in_block != 2 or in_layer != 0 or in_norm < 1:
         raise SystemExit(
-            f"a layer should need no collective, got {whole}, {layer}, {norm.get_total_counts()}"
+            "a block should need 2 collectives, a layer none and a norm at least 1, "
+            f"got {in_block}, {in_layer} and {in_norm}"
         )
 
 

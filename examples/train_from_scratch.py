@@ -1,10 +1,11 @@
 """Train a small transformer that never had a norm: DyISRU layers, constants from the first batch, a plain loop.
 
-It predicts the next byte of Python sources that come with Python.
+It learns to predict the next byte of torch's Python sources.
 """
 
 import math
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -12,86 +13,120 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import dynorm
 
-WIDTH, HEADS, LENGTH, STEPS = 64, 4, 64, 120
+WIDTH = 64
+HEADS = 4
+LENGTH = 64
+STEPS = 120
 
 
 class Block(nn.Module):
-    """A pre-norm block, with DyISRU where the norms would be."""
+    """A pre-norm block, with DyISRU in place of the norms."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = dynorm.DyISRU(WIDTH), dynorm.DyISRU(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm1 = dynorm.DyISRU(WIDTH)
+        self.norm2 = dynorm.DyISRU(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.GELU(),
+            nn.Linear(4 * WIDTH, WIDTH),
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix tokens, then channels."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(
-            scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
-        )
+        x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Mix each token with those before it."""
+        qkv = self.qkv(x).unflatten(-1, (3, HEADS, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, T, channels of a head) each
+        y = scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).flatten(-2)
+        return self.out(y)
 
 
 class Model(nn.Module):
-    """Bytes in, logits of the next byte out."""
+    """A language model of bytes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.bytes = nn.Embedding(256, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.Sequential(Block(), Block())
-        self.norm, self.head = dynorm.DyISRU(WIDTH), nn.Linear(WIDTH, 256)
+        self.norm = dynorm.DyISRU(WIDTH)
+        self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits of shape (B, T, 256)."""
-        x = self.bytes(tokens) + self.places(torch.arange(tokens.shape[1]))
+        positions = torch.arange(tokens.shape[1])
+        x = self.bytes(tokens) + self.positions(positions)
         return self.head(self.norm(self.blocks(x)))
+
+
+def read_sources() -> Tensor:
+    """Return the bytes of some of torch's sources."""
+    files = sorted(Path(torch.__file__).parent.glob("*.py"))[:8]
+    data = b"".join(file.read_bytes() for file in files)
+    return torch.tensor(list(data))
+
+
+def random_batch(text: Tensor) -> tuple[Tensor, Tensor]:
+    """Return random pieces of the text, and for each byte the one after it."""
+    starts = torch.randint(len(text) - LENGTH - 1, (16, 1))
+    pieces = text[starts + torch.arange(LENGTH + 1)]
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+def entropy_of_bytes(text: Tensor) -> float:
+    """Return the loss of a model that knows only how frequent each byte is."""
+    frequencies = text.bincount(minlength=256) / len(text)
+    return -(frequencies * frequencies.clamp_min(1e-12).log()).sum().item()
 
 
 def main() -> None:
     """Train, and compare with a model that knows only the frequencies of bytes."""
     torch.manual_seed(0)
-    files = sorted(Path(torch.__file__).parent.glob("*.py"))[:8]
-    text = torch.tensor(list(b"".join(file.read_bytes() for file in files)))
-    frequencies = text.bincount(minlength=256) / len(text)
-    entropy = -(frequencies * frequencies.clamp_min(1e-12).log()).sum().item()
-
-    def batch() -> Tensor:
-        starts = torch.randint(len(text) - LENGTH - 1, (16, 1))
-        return text[starts + torch.arange(LENGTH + 1)]
-
+    text = read_sources()
     model = Model()
-    print(dynorm.init_from_batch_(model, batch()[:, :-1]))
-    groups = dynorm.param_groups(model, lr=2e-3, weight_decay=0.1)
-    print(f"{len(groups)} groups for the optimizer, rates {[group['lr'] for group in groups]}")
-    optimizer = torch.optim.AdamW(groups)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, [g["lr"] for g in groups], total_steps=STEPS
-    )
+    inputs, _ = random_batch(text)
+    report = dynorm.init_from_batch_(model, inputs)
+    print(report)
 
-    losses, monitor = [], dynorm.Monitor(model)
+    groups = dynorm.param_groups(model, lr=2e-3, weight_decay=0.1)
+    rates = [group["lr"] for group in groups]
+    print(f"{len(groups)} groups for the optimizer, rates {rates}")
+    optimizer = torch.optim.AdamW(groups)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rates, total_steps=STEPS)
+
+    losses = []
+    monitor = dynorm.Monitor(model)
     for step in range(STEPS):
-        tokens = batch()
-        loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        inputs, targets = random_batch(text)
+        logits = model(inputs)
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         if step % 30 == 0:
-            # It warns when a layer saturates. Per layer: saturated, beta, drift, size, gradient.
+            # The monitor warns when a layer saturates. For each layer it reads: saturated, beta,
+            # drift, size, gradient.
             figures = monitor.read()
-            worst = max(value for name, value in figures.items() if name.startswith("saturated"))
+            saturated = [figures[name] for name in figures if name.startswith("saturated")]
             print(
-                f"step {step:3}: {losses[-1]:.3f} nats per byte, at most {worst:.0%} of a layer's "
-                "outputs saturated"
+                f"step {step:3}: {losses[-1]:.3f} nats per byte, "
+                f"at most {max(saturated):.0%} of a layer's outputs saturated"
             )
 
-    end = sum(losses[-10:]) / 10
-    print(f"{end:.3f} at the end; frequencies alone {entropy:.3f}; chance {math.log(256):.3f}")
-    if not end < entropy - 0.3:
+    final = fmean(losses[-10:])
+    entropy = entropy_of_bytes(text)
+    chance = math.log(256)
+    print(f"{final:.3f} at the end; frequencies alone {entropy:.3f}; chance {chance:.3f}")
+    if not final < entropy - 0.3:
         raise SystemExit("the model should have learned more than the frequencies of bytes")
 
 

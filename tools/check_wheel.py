@@ -1,4 +1,7 @@
-"""Try an installed dynorm as a stranger would: the kernels serve, and DyISRU beside LayerNorm at 512 x 768, as JSON."""
+"""Check an installed dynorm as a user gets it: the kernels work, and DyISRU is timed against LayerNorm.
+
+The times, of inputs of 512 x 768, are printed as JSON.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,20 @@ import torch
 import dynorm
 from dynorm.kernels import backend
 
-ROUNDS, CALLS = 15, 40
+TOKENS = 512
+CHANNELS = 768
+ROUNDS = 15
+CALLS = 40
 
 
 def main() -> int:
-    """Print medians in microseconds; return 1 where plain torch serves or the checkout was imported, else 0."""
-    installed = Path(dynorm.__file__).resolve()
+    """Print medians in microseconds; return 1 if plain torch is used or the checkout was imported, else 0."""
     torch.manual_seed(0)
-    x, norm = torch.randn(512, 768), torch.nn.LayerNorm(768)
-    model = torch.nn.Sequential(torch.nn.LayerNorm(768))
-    dynorm.convert_(model, dynorm.find_norms(model, x))
+    x = torch.randn(TOKENS, CHANNELS)
+    norm = torch.nn.LayerNorm(CHANNELS)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(CHANNELS))
+    sites = dynorm.find_norms(model, x)
+    dynorm.convert_(model, sites)
     with torch.inference_mode():
         dynorm.calibrate_(model, [x])
         torch.testing.assert_close(model(x), norm(x), rtol=0.3, atol=0.3)
@@ -30,18 +37,31 @@ def main() -> int:
         times: dict[str, list[float]] = {name: [] for name in layers}
         for _ in range(ROUNDS):
             for name, layer in layers.items():
-                started = time.perf_counter()
-                for _ in range(CALLS):
-                    layer(x)
-                times[name].append((time.perf_counter() - started) / CALLS * 1e6)
-    found = {name: round(median(values), 1) for name, values in times.items()}
-    print(
-        json.dumps(
-            {"backend": backend("cpu"), "shape": [512, 768], "installed": str(installed), **found}
-        )
-    )
-    is_checkout = Path(__file__).resolve().parents[1] / "src" in installed.parents
-    return int(is_checkout or backend("cpu") == "torch")
+                times[name].append(microseconds(layer, x))
+
+    installed = Path(dynorm.__file__).resolve()
+    figures: dict[str, object] = {
+        "backend": backend("cpu"),
+        "shape": [TOKENS, CHANNELS],
+        "installed": str(installed),
+    }
+    for name, values in times.items():
+        figures[name] = round(median(values), 1)
+    print(json.dumps(figures))
+
+    sources = Path(__file__).resolve().parents[1] / "src"
+    is_checkout = sources in installed.parents
+    if is_checkout or backend("cpu") == "torch":
+        return 1
+    return 0
+
+
+def microseconds(layer: torch.nn.Module, x: torch.Tensor) -> float:
+    """Return the mean time of a call."""
+    started = time.perf_counter()
+    for _ in range(CALLS):
+        layer(x)
+    return (time.perf_counter() - started) / CALLS * 1e6
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ FIGURES = {
     "neighbours": "same nearest neighbour",
 }
 Report = dict[str, Any]
+Row = tuple[object, ...]
 
 
 def comparison(measured: Report, expected: Report) -> str:
@@ -44,18 +45,16 @@ def comparison(measured: Report, expected: Report) -> str:
         if remark:
             remark = f"The figures after this are not comparable: {remark}."
             break
-        samples = _output(measured, stage)["samples"]
-        if samples != _output(expected, stage)["samples"]:
+        ours = measured["meta"]["stages"][stage]["output"]
+        theirs = expected["meta"]["stages"][stage]["output"]
+        if ours["samples"] != theirs["samples"]:
             remark = "The figures are not comparable: other samples were held out."
             break
-        rows += _rows(
-            f"{TITLES[stage]}, {samples} samples",
-            _output(measured, stage),
-            _output(expected, stage),
-        )
+        rows += _rows(f"{TITLES[stage]}, {ours['samples']} samples", ours, theirs)
     if not remark:
-        samples = measured["output"]["samples"]
-        rows += _rows(f"at the end, {samples} samples", measured["output"], expected["output"])
+        ours = measured["output"]
+        theirs = expected["output"]
+        rows += _rows(f"at the end, {ours['samples']} samples", ours, theirs)
     columns = ["", "", Column("measured", ".4f"), Column("expected", ".4f")]
     notes = [remark] if remark else []
     return str(Table(columns, rows, notes, "The figures of this run, and those of the pages"))
@@ -67,9 +66,8 @@ def _difference(measured: Report, expected: Report, fields: tuple[str, ...]) -> 
     theirs = expected["meta"]["recipe"]
     differing = []
     if fields == DEPENDS["distill"]:
-        # The steps that were taken, which count also if minutes were given.
-        taken = [report["meta"]["stages"].get("distill", {}) for report in (measured, expected)]
-        steps, expected_steps = (stage.get("steps", 0) for stage in taken)
+        steps = _steps(measured)
+        expected_steps = _steps(expected)
         if steps != expected_steps:
             differing.append(f"steps is {steps} instead of {expected_steps}")
     for name in fields:
@@ -78,18 +76,23 @@ def _difference(measured: Report, expected: Report, fields: tuple[str, ...]) -> 
     return ", ".join(differing)
 
 
-def _output(report: Report, stage: str) -> dict[str, Any]:
-    output: dict[str, Any] = report["meta"]["stages"][stage]["output"]
-    return output
+def _steps(report: Report) -> int:
+    """Return the steps that distillation took, which are also known if minutes were given."""
+    stage = report["meta"]["stages"].get("distill", {})
+    steps: int = stage.get("steps", 0)
+    return steps
 
 
-def _rows(title: str, ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[object, ...]]:
+def _rows(title: str, ours: Report, theirs: Report) -> list[Row]:
     """Return one row per figure that both have; only the first has the title."""
-    rows: list[tuple[object, ...]] = []
+    rows: list[Row] = []
     for name, words in FIGURES.items():
-        if ours.get(name) is None or theirs.get(name) is None:
+        measured = ours.get(name)
+        expected = theirs.get(name)
+        if measured is None or expected is None:
             continue
-        rows.append(("" if rows else title, words, ours[name], theirs[name]))
+        rows.append((title, words, measured, expected))
+        title = ""
     return rows
 
 

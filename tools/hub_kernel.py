@@ -102,8 +102,9 @@ def relative(source: str, depth: int) -> str:
     """Return the source with imports of dynorm relative to a file in a package of this depth."""
 
     def replace(match: re.Match[str]) -> str:
-        module = match[2] or ""
-        return f"{match[1]}from {'.' * depth}{module.removeprefix('.') if module else ''} import "
+        indent = match[1]
+        module = (match[2] or "").removeprefix(".")
+        return f"{indent}from {'.' * depth}{module} import "
 
     return _ABSOLUTE.sub(replace, source)
 

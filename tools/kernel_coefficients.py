@@ -1,116 +1,173 @@
 """Derive the coefficients of csrc/functions.h and csrc/tanh_table.h, printed as C++ hexadecimal floats.
 
-Run it with ``python tools/kernel_coefficients.py``; it needs mpmath (``dynorm[paper]``). Lawson's
-method: least squares whose weights grow where the error is large, until the error is level.
+Run it with ``python tools/kernel_coefficients.py``. It needs mpmath (``dynorm[paper]``). The fits
+use Lawson's method: least squares whose weights grow where the error is large, until the largest
+errors are equal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
 import mpmath
 import numpy as np
+from numpy.polynomial import Chebyshev, Polynomial
+from numpy.polynomial.chebyshev import chebvander
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+# The range of expm1's argument: log(2) / 2, and a little more because the argument is rounded.
+EXPM1_LIMIT = 0.34665
+# Beyond these, erf and tanh are 1 in float32.
+ERF_LIMIT = 3.93
+TANH_LIMIT = 9.1
+
 
 def main() -> None:
-    """Print the polynomials with the largest relative error that each leaves in its function."""
+    """Print each polynomial, and the largest relative error of the function that uses it."""
     mpmath.mp.dps = 40
-    nodes = np.cos(np.pi * (np.arange(4000) + 0.5) / 4000)
-
-    # expm1(r) = r + r^2 q(r) for |r| <= log(2) / 2, a little more because r is rounded.
-    r = nodes * 0.34665
-    exact = np.array([float((mpmath.expm1(v) - v) / mpmath.mpf(v) ** 2) for v in r])
-    report("expm1", *minimax(r, exact, np.abs(r**2 / np.expm1(r)), degree=4))
-
-    # erf(x) = -expm1(-w), w = x (c0 + x q(x)), for 0 <= x <= 3.93, where erf rounds to 1.
-    x = (nodes + 1) / 2 * 3.93
-    c0 = 2 / mpmath.sqrt(mpmath.pi)
-    log_erfc = [-mpmath.log(mpmath.erfc(v)) for v in x]
-    exact = np.array(
-        [float((w / mpmath.mpf(v) - c0) / mpmath.mpf(v)) for v, w in zip(x, log_erfc, strict=True)]
-    )
-    w = np.array([float(value) for value in log_erfc])
-    report("erf", *minimax(x, exact, x**2 * np.exp(-w) / -np.expm1(-w), degree=7))
-    high = np.float32(float(c0))
-    print(
-        "c0 =", float(high).hex(), "+", float(np.float32(float(c0 - mpmath.mpf(float(high))))).hex()
-    )
-
+    print_expm1()
+    print_erf()
     for row in tanh_table(degree=6).T:
-        print("    {" + ", ".join(shortest(value) for value in row) + "},")
+        values = [shortest(value) for value in row]
+        print("    {" + ", ".join(values) + "},")
+
+
+def print_expm1() -> None:
+    """Print q of expm1(r) = r + r^2 q(r), for r up to log(2) / 2 on both sides."""
+    r = chebyshev_nodes(4000) * EXPM1_LIMIT
+    exact = []
+    for value in r:
+        remainder = mpmath.expm1(value) - value
+        exact.append(remainder / mpmath.mpf(value) ** 2)
+    weight = np.abs(r**2 / np.expm1(r))
+    print_fit("expm1", minimax(r, floats(exact), weight, degree=4))
+
+
+def print_erf() -> None:
+    """Print c0 and q of erf(x) = -expm1(-w) with w = x (c0 + x q(x)), for x from 0."""
+    x = (chebyshev_nodes(4000) + 1) / 2 * ERF_LIMIT
+    c0 = 2 / mpmath.sqrt(mpmath.pi)
+    exact_w = [-mpmath.log(mpmath.erfc(value)) for value in x]
+    exact = []
+    for value, w in zip(x, exact_w, strict=True):
+        argument = mpmath.mpf(value)
+        exact.append((w / argument - c0) / argument)
+    w = floats(exact_w)
+    weight = x**2 * np.exp(-w) / -np.expm1(-w)
+    print_fit("erf", minimax(x, floats(exact), weight, degree=7))
+    # c0 as the sum of two float32.
+    high = to_float32(c0)
+    low = to_float32(c0 - mpmath.mpf(high))
+    print("c0 =", high.hex(), "+", low.hex())
 
 
 def tanh_table(degree: int) -> Array:
     """Return the polynomials of tanh(node + d) in d, (16 nodes, degree + 1), rounded to float32.
 
     The node of z is found by the bits of 1 + |z|: two of the mantissa and the last two of the
-    exponent, so that the first node, 0, is number 12.
+    exponent. The first node, 0, therefore has number 12.
     """
-    nodes = np.cos(np.pi * (np.arange(600) + 0.5) / 600)
     table = np.zeros((16, degree + 1))
-    for place in range(16):
-        octave, quarter = divmod((place + 4) % 16, 4)
-        left, width = 2.0**octave * (1 + quarter / 4) - 1, 2.0**octave / 4
-        if left >= 9.1:  # tanh rounds to 1
-            table[place, 0] = 1
-            continue
-        d = (nodes + 1) / 2 * width
-        exact = [mpmath.tanh(mpmath.mpf(left) + mpmath.mpf(v)) for v in d]
-        table[place, 0] = np.float32(float(mpmath.tanh(left)))
-        # One coefficient after another is rounded, and the others are fitted again.
-        for power in range(1, degree + 1):
-            known = [
-                mpmath.polyval(
-                    [mpmath.mpf(c) for c in table[place, power - 1 :: -1]], mpmath.mpf(v)
-                )
-                for v in d
-            ]
-            left_over = zip(exact, known, d, strict=True)
-            rest = np.array([float((v - k) / mpmath.mpf(x) ** power) for v, k, x in left_over])
-            weight = d**power / np.array([float(v) for v in exact])
-            last = (weight**2 * rest).sum() / (weight**2).sum()
-            table[place, power] = np.float32(
-                last if power == degree else minimax(d, rest, weight, degree - power)[0][0]
-            )
+    for number in range(16):
+        octave, quarter = divmod((number + 4) % 16, 4)
+        node = 2.0**octave * (1 + quarter / 4) - 1
+        width = 2.0**octave / 4
+        if node >= TANH_LIMIT:
+            table[number, 0] = 1
+        else:
+            table[number] = tanh_polynomial(node, width, degree)
     return table
 
 
+def tanh_polynomial(node: float, width: float, degree: int) -> Array:
+    """Return the polynomial of tanh(node + d) for d from 0 to ``width``, rounded to float32."""
+    d = (chebyshev_nodes(600) + 1) / 2 * width
+    exact = [mpmath.tanh(mpmath.mpf(node) + mpmath.mpf(value)) for value in d]
+    coefficients = np.zeros(degree + 1)
+    coefficients[0] = to_float32(mpmath.tanh(node))
+    # Round one coefficient after another, and fit the remaining ones again.
+    for power in range(1, degree + 1):
+        rounded = [mpmath.mpf(value) for value in coefficients[power - 1 :: -1]]
+        remaining = []
+        for value, tanh in zip(d, exact, strict=True):
+            argument = mpmath.mpf(value)
+            known = mpmath.polyval(rounded, argument)
+            remaining.append((tanh - known) / argument**power)
+        y = floats(remaining)
+        weight = d**power / floats(exact)
+        if power < degree:
+            coefficient = minimax(d, y, weight, degree - power).coefficients[0]
+        else:
+            coefficient = (weight**2 * y).sum() / (weight**2).sum()
+        coefficients[power] = to_float32(coefficient)
+    return coefficients
+
+
+@dataclass
+class Fit:
+    """A polynomial that approximates a function."""
+
+    coefficients: Array  # the constant first
+    error: float  # the largest weighted one
+
+
+def minimax(x: Array, y: Array, weight: Array, degree: int) -> Fit:
+    """Fit a polynomial with the least possible largest weighted error."""
+    low = x.min()
+    high = x.max()
+    scaled = (2 * x - low - high) / (high - low)
+    basis = chebvander(scaled, degree)
+    lawson = np.ones_like(x) / len(x)
+    best = np.zeros(degree + 1)
+    least = np.inf
+    for _ in range(500):
+        root = np.sqrt(lawson) * weight
+        weighted_basis = basis * root[:, None]
+        candidate = np.linalg.lstsq(weighted_basis, y * root, rcond=None)[0]
+        error = np.abs(basis @ candidate - y) * weight
+        if error.max() < least:
+            best = candidate
+            least = error.max()
+        lawson *= error
+        lawson /= lawson.sum()
+    series = Chebyshev(best, domain=[low, high])
+    polynomial = series.convert(kind=Polynomial, domain=[-1, 1])
+    return Fit(polynomial.coef, least)
+
+
+def chebyshev_nodes(count: int) -> Array:
+    """Return points from 1 to -1 that lie closer together near the ends."""
+    return np.cos(np.pi * (np.arange(count) + 0.5) / count)
+
+
+def floats(values: Iterable[Any]) -> Array:
+    """Return mpmath's numbers as float64."""
+    return np.array([float(value) for value in values])
+
+
+def to_float32(value: Any) -> float:
+    """Return the nearest number that float32 has."""
+    return float(np.float32(float(value)))
+
+
 def shortest(value: float) -> str:
-    """Return a float32 as C++ writes it, without the zeros that say nothing."""
+    """Return a float32 as C++ writes it, without trailing zeros."""
     if value in (0.0, 1.0):
         return f"{value:g}"
     digits, exponent = value.hex().split("p")
-    return f"{digits.rstrip('0').rstrip('.')}p{int(exponent)}f"
+    mantissa = digits.rstrip("0").rstrip(".")
+    return f"{mantissa}p{int(exponent)}f"
 
 
-def minimax(x: Array, y: Array, weight: Array, degree: int) -> tuple[Array, float]:
-    """Return coefficients, the constant first, and the largest weighted error."""
-    basis = np.polynomial.chebyshev.chebvander(scaled(x), degree)
-    lawson = np.ones_like(x) / len(x)
-    best, least = np.zeros(degree + 1), np.inf
-    for _ in range(500):
-        root = np.sqrt(lawson) * weight
-        fit = np.linalg.lstsq(basis * root[:, None], y * root, rcond=None)[0]
-        error = np.abs(basis @ fit - y) * weight
-        if error.max() < least:
-            best, least = fit, error.max()
-        lawson *= error
-        lawson /= lawson.sum()
-    series = np.polynomial.Chebyshev(best, domain=[x.min(), x.max()])
-    return series.convert(kind=np.polynomial.Polynomial, domain=[-1, 1]).coef, least
-
-
-def scaled(x: Array) -> Array:
-    """Map the interval of ``x`` to [-1, 1]."""
-    return (2 * x - x.min() - x.max()) / (x.max() - x.min())
-
-
-def report(name: str, coefficients: Array, error: float) -> None:
-    """Print one polynomial."""
-    print(f"{name}: largest relative error 2^{np.log2(error):.2f}")
-    for k, c in enumerate(coefficients):
-        print(f"  c{k} = {float(np.float32(c)).hex()}f")
+def print_fit(name: str, fit: Fit) -> None:
+    """Print one polynomial and its error."""
+    print(f"{name}: largest relative error 2^{np.log2(fit.error):.2f}")
+    for power, coefficient in enumerate(fit.coefficients):
+        print(f"  c{power} = {to_float32(coefficient).hex()}f")
 
 
 if __name__ == "__main__":

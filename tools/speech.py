@@ -1,8 +1,8 @@
-"""Have sentences of Python's documentation spoken by espeak-ng: ``python tools/speech.py build/speech``.
+"""Have espeak-ng speak sentences of Python's documentation: ``python tools/speech.py build/speech``.
 
-Each folder is a voice that reads sentences which no other voice reads, and each WAV file in it half
-a minute at most, with its words in a text file next to it. Most voices read the standard
-library's docstrings, and the last ones the reference of the language.
+Each folder is a voice. It has WAV files of at most half a minute, each with its words in a text file
+next to it. No two voices read the same sentence. Most voices read the standard library's
+docstrings, and the last ones the reference of the language.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import re
 import sys
 import wave
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
+from itertools import islice, product
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -22,44 +24,61 @@ import numpy as np
 from dynorm.files import replaced_directory
 from dynorm.jobs.texts import standard_library_docstrings
 
-# Accents of English, each by several speakers; the speakers of the reference read no docstrings.
-READERS = [f"{accent}+{speaker}" for accent in ("en-us", "en", "en-gb-x-rp", "en-gb-scotland") for speaker in
-           ("m1", "f2", "m3", "f4")]  # fmt: skip
+Samples = np.ndarray[Any, np.dtype[np.int16]]
+
+# Accents of English, each with several speakers. The speakers of the reference read no docstrings.
+ACCENTS = ("en-us", "en", "en-gb-x-rp", "en-gb-scotland")
+SPEAKERS = ("m1", "f2", "m3", "f4")
 OTHERS = ["en-us+m7", "en+f5", "en-gb-x-rp+m4", "en-us+f3"]
-FILES, SECONDS, PAUSE = 12, 28.0, 0.3
-# Of plain words: how espeak-ng reads code is nothing to learn from.
+FILES_PER_VOICE = 12
+# The most seconds in a file, and those of silence after each sentence.
+SECONDS = 28.0
+PAUSE = 0.3
+# Plain words only: nothing can be learned from the way in which espeak-ng reads code.
 SENTENCE = re.compile(r"(?:(?<=\. )|^)[A-Z][a-z]*(?:,? [a-z]+(?:'[a-z]+)?){7,29}\.(?=$|\s)")
-_SYNCHRONOUS, _UTF8 = 2, 1
+# Constants of espeak-ng's speak_lib.h.
+_SYNCHRONOUS = 2
+_UTF8 = 1
 
 
 def sentences(texts: Iterable[str]) -> list[str]:
-    """Return the plain sentences of texts, each once."""
-    folded = (" ".join(text.split()) for text in texts)
-    return list(dict.fromkeys(found for text in folded for found in SENTENCE.findall(text)))
+    """Return the plain sentences in some texts, without repetitions."""
+    unique: dict[str, None] = {}
+    for text in texts:
+        on_one_line = " ".join(text.split())
+        unique.update(dict.fromkeys(SENTENCE.findall(on_one_line)))
+    return list(unique)
 
 
 @cache
-def _library() -> tuple[Any, int]:
-    """Return the library of espeak-ng, and the samples per second that it gives."""
+def _load_espeak() -> tuple[Any, int]:
+    """Return the library of espeak-ng, and the samples per second that it produces."""
     import espeakng_loader
 
     library = ctypes.CDLL(espeakng_loader.get_library_path())
-    return library, library.espeak_Initialize(
-        _SYNCHRONOUS, 0, espeakng_loader.get_data_path().encode(), 0
+    data_path = espeakng_loader.get_data_path().encode()
+    rate = library.espeak_Initialize(_SYNCHRONOUS, 0, data_path, 0)
+    return library, rate
+
+
+def speak(text: str, voice: str = "en-us") -> tuple[Samples, int]:
+    """Return a text as samples of 16 bits, and the number of samples per second."""
+    library, rate = _load_espeak()
+    parts: list[Samples] = []
+
+    @ctypes.CFUNCTYPE(
+        ctypes.c_int,
+        ctypes.POINTER(ctypes.c_short),
+        ctypes.c_int,
+        ctypes.c_void_p,
     )
-
-
-def speak(text: str, voice: str = "en-us") -> tuple[np.ndarray[Any, np.dtype[np.int16]], int]:
-    """Return a text as samples of 16 bits, and how many of them make a second."""
-    (library, rate), parts = _library(), list[np.ndarray[Any, np.dtype[np.int16]]]()
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
-    def hear(samples: Any, count: int, events: Any) -> int:
+    def keep(samples: Any, count: int, events: Any) -> int:
         if samples and count:
-            parts.append(np.ctypeslib.as_array(samples, (count,)).copy())
+            part = np.ctypeslib.as_array(samples, (count,))
+            parts.append(part.copy())
         return 0
 
-    library.espeak_SetSynthCallback(hear)
+    library.espeak_SetSynthCallback(keep)
     if library.espeak_SetVoiceByName(voice.encode()):
         raise SystemExit(f"espeak-ng must have the voice {voice!r}, but does not know it")
     data = text.encode()
@@ -67,54 +86,71 @@ def speak(text: str, voice: str = "en-us") -> tuple[np.ndarray[Any, np.dtype[np.
     return np.concatenate(parts), rate
 
 
-def recordings(texts: Iterable[str], voice: str) -> Iterator[tuple[list[str], Any, int]]:
-    """Yield sentences that a voice reads within ``SECONDS``, their samples, and the rate of these."""
-    said: list[str] = []
-    sounds: list[Any] = []
+@dataclass
+class Recording:
+    """Some sentences, read one after another by the same voice."""
+
+    sentences: list[str]
+    samples: Samples
+    rate: int  # samples per second
+
+    def write(self, file: Path) -> None:
+        """Write a WAV file of one channel, and the sentences into a text file next to it."""
+        with wave.open(str(file), "wb") as opened:
+            opened.setnchannels(1)
+            opened.setsampwidth(2)
+            opened.setframerate(self.rate)
+            opened.writeframes(self.samples.tobytes())
+        file.with_suffix(".txt").write_text("\n".join(self.sentences) + "\n")
+
+
+def recordings(texts: Iterable[str], voice: str) -> Iterator[Recording]:
+    """Yield recordings of at most ``SECONDS``, each with as many of the next sentences as fit into it."""
+    spoken: list[str] = []
+    sounds: list[Samples] = []
+    length = 0
     for text in texts:
         samples, rate = speak(text, voice)
-        sound = np.concatenate([samples, np.zeros(int(PAUSE * rate), np.int16)])
-        if said and sum(map(len, sounds)) + len(sound) > SECONDS * rate:
-            yield said, np.concatenate(sounds), rate
-            said, sounds = [], []
-        said.append(text)
+        pause = np.zeros(int(PAUSE * rate), np.int16)
+        sound = np.concatenate([samples, pause])
+        if spoken and length + len(sound) > SECONDS * rate:
+            yield Recording(spoken, np.concatenate(sounds), rate)
+            spoken = []
+            sounds = []
+            length = 0
+        spoken.append(text)
         sounds.append(sound)
+        length += len(sound)
 
 
 def gather(folder: Path) -> Path:
-    """Return a folder with the speech of all voices; it is there whole, or not at all."""
+    """Return a folder with the speech of all voices; on an error, write nothing."""
     if folder.is_dir():
         return folder
+    readers = [f"{accent}+{speaker}" for accent, speaker in product(ACCENTS, SPEAKERS)]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replaced_directory(folder) as new:
-        for voices, texts in (
-            (READERS, standard_library_docstrings(whole=True)),
-            (OTHERS, topics.values()),
-        ):
-            found = sentences(part for text in texts for part in re.split(r"\n\s*\n", text))
-            for place, voice in enumerate(voices):
-                own = found[
-                    place * len(found) // len(voices) : (place + 1) * len(found) // len(voices)
-                ]
-                (new / voice).mkdir()
-                for number, (said, samples, rate) in zip(
-                    range(FILES), recordings(own, voice), strict=False
-                ):
-                    file = new / voice / f"{number:02}.wav"
-                    write(file, samples, rate)
-                    file.with_suffix(".txt").write_text("\n".join(said) + "\n")
+        _record_voices(new, readers, standard_library_docstrings(whole=True))
+        _record_voices(new, OTHERS, topics.values())
     return folder
 
 
-def write(file: Path, samples: Any, rate: int) -> None:
-    """Write samples of 16 bits as a WAV file of one channel."""
-    with wave.open(str(file), "wb") as opened:
-        opened.setnchannels(1)
-        opened.setsampwidth(2)
-        opened.setframerate(rate)
-        opened.writeframes(samples.tobytes())
+def _record_voices(folder: Path, voices: list[str], texts: Iterable[str]) -> None:
+    """Divide the sentences of the texts among the voices, and write the recordings of each."""
+    paragraphs: list[str] = []
+    for text in texts:
+        paragraphs += re.split(r"\n\s*\n", text)
+    to_read = sentences(paragraphs)
+    for number, voice in enumerate(voices):
+        first = number * len(to_read) // len(voices)
+        end = (number + 1) * len(to_read) // len(voices)
+        (folder / voice).mkdir()
+        of_voice = islice(recordings(to_read[first:end], voice), FILES_PER_VOICE)
+        for file_number, recording in enumerate(of_voice):
+            recording.write(folder / voice / f"{file_number:02}.wav")
 
 
 if __name__ == "__main__":
-    found = gather(Path(sys.argv[1]))
-    print(f"{len(list(found.glob('*/*.wav')))} files of speech are in {found}", file=sys.stderr)
+    speech = gather(Path(sys.argv[1]))
+    count = len(list(speech.glob("*/*.wav")))
+    print(f"{count} files of speech are in {speech}", file=sys.stderr)
