@@ -55,7 +55,7 @@ class Observation:
     """One module, as a run showed it."""
 
     module: nn.Module
-    paths: list[str]  # all of them, the first one of `named_modules` leading
+    paths: list[str]  # all of them, the first one of ``named_modules`` leading
     calls: int = 0
     # How many more calls had an input without elements.
     without_tokens: int = 0
@@ -259,11 +259,12 @@ def find_norms(
 ) -> list[NormSite]:
     """Find the LayerNorms and RMSNorms of a model by behaviour, with one run of it.
 
-    The model is called once under `torch.no_grad()`. Each module that took one tensor, returned one
+    The model is called once under ``torch.no_grad()``. Each module that took one tensor, returned one
     of the same shape and holds no matrices is then copied, and the copy is tried on random tokens.
-    It is a norm if y = core(x) * weight + bias holds for each token separately, with core(x) =
-    (x - mean) / sqrt(var + eps) or x / sqrt(mean(x^2) + eps). Mode, hooks, buffers and random
-    states of the model stay as they are. So do the tensors of the example: the model gets copies.
+    It is a norm if ``y = core(x) * weight + bias`` holds for each token separately, with ``core(x)
+    = (x - mean) / sqrt(var + eps)`` or ``x / sqrt(mean(x^2) + eps)``. Mode, hooks, buffers and
+    random states of the model stay as they are. So do the tensors of the example: the model gets
+    copies.
 
     Args:
         model: Any module of plain torch; train or eval mode is kept.
@@ -273,7 +274,7 @@ def find_norms(
 
     Returns:
         The norms in call order. Modules that are named norms, or are norms of torch, but cannot be
-        replaced are among them, and their `refused` is the reason; those never called come last.
+        replaced are among them, and their ``refused`` is the reason; those never called come last.
         Empty for a model without norms.
 
     Raises:
@@ -436,38 +437,42 @@ class NormSearch:
         return ids
 
     def _refuse(self, seen: Observation, reason: str) -> None:
-        self._sites[id(seen.module)] = _placed(NormSite("", refused=reason), seen)
+        self._sites[id(seen.module)] = _refused(seen, reason)
 
     def _site_of(self, seen: Observation) -> NormSite | None:
         """Return the site of a called module; None if it neither is a norm nor is named one."""
-        reason = _family(seen.module, by_class=True) or seen.problem
-        if reason is None and not seen.is_light(seen.shapes[0]):
-            reason = "holds matrices: its parameters are more than a scale and a shift"
+        reason = self._reason_before_trial(seen)
+        if reason is not None:
+            return _refused_if_named(seen, reason)
         # These two refuse a module that is a norm otherwise, and hide every other reason.
         obstacle = None
         if has_other_forward(seen.module):
             obstacle = _PATCHED
         elif seen.modifies_input:
             obstacle = _IN_PLACE
-        if reason is None and not seen.samples:
-            reason = "returns its input: it computes nothing"
-            if not candidate_axes(seen.module, seen.shapes[0]):
-                reason = self._one_channel(seen)
-        if reason is None:
-            try:
-                site = self._recovered(seen)
-            except NotANormError as error:
-                reason = _family(seen.module) or obstacle or str(error)
-            else:
-                return site if obstacle is None else _placed(NormSite("", refused=obstacle), seen)
-        if not _is_named_norm(seen.module):
-            return None
-        return _placed(NormSite("", refused=reason), seen)
+        try:
+            site = self._checked_site(seen)
+        except NotANormError as error:
+            return _refused_if_named(seen, _family(seen.module) or obstacle or str(error))
+        return site if obstacle is None else _refused(seen, obstacle)
 
-    def _recovered(self, seen: Observation) -> NormSite:
+    def _reason_before_trial(self, seen: Observation) -> str | None:
+        """Return why a module is not a norm, as far as the run shows it, or None."""
+        reason = _family(seen.module, by_class=True) or seen.problem
+        if reason is not None:
+            return reason
+        if not seen.is_light(seen.shapes[0]):
+            return "holds matrices: its parameters are more than a scale and a shift"
+        if seen.samples:
+            return None
+        if candidate_axes(seen.module, seen.shapes[0]):
+            return "returns its input: it computes nothing"
+        return self._one_channel(seen)
+
+    def _checked_site(self, seen: Observation) -> NormSite:
         """Return the site of a norm; NotANormError if the module is not one."""
         try:
-            site = _placed(self._recover(seen), seen)
+            site = _placed(self._recover_once(seen), seen)
         except NotANormError:
             if seen.shapes[0][-1] == 1:
                 raise NotANormError(self._one_channel(seen)) from None
@@ -491,7 +496,7 @@ class NormSearch:
             return "one channel: no norm over it can be recovered"
         return "one channel: its output does not depend on the input, as LayerNorm's does not"
 
-    def _recover(self, seen: Observation) -> NormSite:
+    def _recover_once(self, seen: Observation) -> NormSite:
         """Recover a norm, once for all modules that compute alike."""
         form = (seen.shapes[0], seen.dtype, seen.device)
         sort = (*form, *_sort_of(seen.module))
@@ -536,6 +541,16 @@ def _sort_of(module: nn.Module) -> Iterator[Hashable]:
                 yield name, value
             else:
                 yield name, id(value)
+
+
+def _refused(seen: Observation, reason: str) -> NormSite:
+    """Return the site of a module that cannot be replaced."""
+    return _placed(NormSite("", refused=reason), seen)
+
+
+def _refused_if_named(seen: Observation, reason: str) -> NormSite | None:
+    """Return the refused site of a module that is named a norm; None for any other module."""
+    return _refused(seen, reason) if _is_named_norm(seen.module) else None
 
 
 def _placed(site: NormSite, seen: Observation) -> NormSite:
@@ -604,10 +619,11 @@ def _is_unit_length(module: nn.Module, weight: Tensor) -> bool:
     The length is 1, or another one than the sqrt(C) of a norm.
     """
     is_named = _is_named_norm(module)
-    for parameter in module.parameters():
-        # ScaleNorm is a norm: it is named one, and learns the length.
-        if is_named or parameter.numel() > 1:
-            return False
+    parameters = list(module.parameters())
+    # ScaleNorm is a norm: it is named one, and learns the length.
+    learns_length = is_named and len(parameters) > 0
+    if learns_length or any(parameter.numel() > 1 for parameter in parameters):
+        return False
     if not torch.allclose(weight, weight.mean(), rtol=HALF_TOLERANCE):
         return False
     scale = abs(float(weight.double().mean()))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dynorm.fold.site import SiteFold
 from dynorm.fold.through import RescaledStream
-from dynorm.stream.channels import along
+from dynorm.stream.channels import laid_along
 from dynorm.stream.graph import Slot
 from dynorm.stream.stream import Stream
 
@@ -30,7 +30,7 @@ class NewValues:
 
     def scale(self, slot: Slot, factor: Tensor, axis: int) -> None:
         """Multiply a parameter along an axis, and the bias that is added to its layer."""
-        self.values[slot] = self.value(slot) * along(factor, axis, slot.tensor.ndim)
+        self.values[slot] = self.value(slot) * laid_along(factor, axis, slot.tensor.ndim)
         if slot in self.added:
             self.added[slot] = self.added[slot] * factor
 
@@ -42,7 +42,7 @@ class NewValues:
         """Add to the bias that the layer of a weight is given."""
         self.added[slot] = self.added.get(slot, 0) + amount
 
-    def fold_affine(self, folds: Sequence[SiteFold]) -> None:
+    def scale_readers(self, folds: Sequence[SiteFold]) -> None:
         """Put the factors and shifts of norms into their readers."""
         # Norms that share a reader have the same factor and shift, which go in once.
         done = set()
@@ -64,19 +64,19 @@ class NewValues:
                     else:
                         self.shift(bias, constant)
 
-    def remove_centers(self, folds: Sequence[SiteFold]) -> None:
+    def move_learned_centers(self, folds: Sequence[SiteFold]) -> None:
         """Put the learned centres of layers into the biases before them."""
         for fold in folds:
-            write = fold.center_into
-            if write is None or fold.center is None:
+            write = fold.learned_center_into
+            if write is None or fold.learned_center is None:
                 continue
             if write.is_new:
-                self.add_bias(write.slot, -fold.center)
+                self.add_bias(write.slot, -fold.learned_center)
             else:
-                center = along(fold.center, write.axis, write.slot.tensor.ndim)
+                center = laid_along(fold.learned_center, write.axis, write.slot.tensor.ndim)
                 self.shift(write.slot, -center)
 
-    def center_writers(self, streams: Sequence[Stream]) -> None:
+    def remove_means(self, streams: Sequence[Stream]) -> None:
         """Take the means out of everything that writes into some streams."""
         done = set()
         for stream in streams:
@@ -114,14 +114,14 @@ class NewValues:
 def new_values(folds: Sequence[SiteFold], rescaled: Sequence[RescaledStream]) -> NewValues:
     """Return the new values of all parameters that a fold changes."""
     new = NewValues()
-    new.fold_affine(folds)
-    new.remove_centers(folds)
+    new.scale_readers(folds)
+    new.move_learned_centers(folds)
     streams: dict[Stream, None] = {}
     for fold in folds:
         if fold.becomes_rms:
             streams.update(dict.fromkeys(fold.streams))
-        streams.update(dict.fromkeys(fold.partly_centred))
-    new.center_writers(list(streams))
+        streams.update(dict.fromkeys(fold.partly_mean_free))
+    new.remove_means(list(streams))
     # Last, because the mean to take out is that of the channels before a factor divides each.
     for part in rescaled:
         new.rescale(part)
