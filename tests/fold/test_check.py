@@ -305,6 +305,14 @@ def test_what_is_drawn_keeps_signs_masks_and_aliases() -> None:
     assert torch.equal(fresh(((torch.zeros(3),), {}), 1, constants=False)[0][0], torch.zeros(3))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_of_one_sign_are_drawn_with_it(sign: int) -> None:
+    given = sign * torch.linspace(0.01, 1.0, 200)
+    (drawn,), _ = fresh(((given,), {}), 1)
+    assert ((drawn >= given.min()) & (drawn <= given.max())).all()
+    assert not torch.equal(drawn, given)
+
+
 # 15, and whatever else a model's code raises.
 
 

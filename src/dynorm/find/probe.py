@@ -388,8 +388,13 @@ class NormSearch:
         # An annealed layer of dynorm is a norm at first, and so would be its parent.
         if norms or any(getattr(part, "_dynorm_layer", False) for part in seen.module.modules()):
             return
-        site = self._site_of(seen)
-        if site is None or (site.refused is not None and parts):
+        try:
+            site = self._site_of(seen)
+        except NotANormError as error:
+            if not _is_named_norm(seen.module):
+                return
+            site = _refused(seen, str(error))
+        if site.refused is not None and parts:
             return
         for part in parts:
             del self._sites[id(part)]
@@ -439,11 +444,9 @@ class NormSearch:
     def _refuse(self, seen: Observation, reason: str) -> None:
         self._sites[id(seen.module)] = _refused(seen, reason)
 
-    def _site_of(self, seen: Observation) -> NormSite | None:
-        """Return the site of a called module; None if it neither is a norm nor is named one."""
-        reason = self._reason_before_trial(seen)
-        if reason is not None:
-            return _refused_if_named(seen, reason)
+    def _site_of(self, seen: Observation) -> NormSite:
+        """Return the site of a called module; NotANormError if it is not a norm."""
+        self._require_candidate(seen)
         # These two refuse a module that is a norm otherwise, and hide every other reason.
         obstacle = None
         if has_other_forward(seen.module):
@@ -453,21 +456,21 @@ class NormSearch:
         try:
             site = self._checked_site(seen)
         except NotANormError as error:
-            return _refused_if_named(seen, _family(seen.module) or obstacle or str(error))
+            raise NotANormError(_family(seen.module) or obstacle or str(error)) from error
         return site if obstacle is None else _refused(seen, obstacle)
 
-    def _reason_before_trial(self, seen: Observation) -> str | None:
-        """Return why a module is not a norm, as far as the run shows it, or None."""
+    def _require_candidate(self, seen: Observation) -> None:
+        """Require that nothing in the run shows that a module is not a norm."""
         reason = _family(seen.module, by_class=True) or seen.problem
         if reason is not None:
-            return reason
+            raise NotANormError(reason)
         if not seen.is_light(seen.shapes[0]):
-            return "holds matrices: its parameters are more than a scale and a shift"
+            raise NotANormError("holds matrices: its parameters are more than a scale and a shift")
         if seen.samples:
-            return None
+            return
         if candidate_axes(seen.module, seen.shapes[0]):
-            return "returns its input: it computes nothing"
-        return self._one_channel(seen)
+            raise NotANormError("returns its input: it computes nothing")
+        raise NotANormError(self._one_channel(seen))
 
     def _checked_site(self, seen: Observation) -> NormSite:
         """Return the site of a norm; NotANormError if the module is not one."""
@@ -548,11 +551,6 @@ def _refused(seen: Observation, reason: str) -> NormSite:
     return _placed(NormSite("", refused=reason), seen)
 
 
-def _refused_if_named(seen: Observation, reason: str) -> NormSite | None:
-    """Return the refused site of a module that is named a norm; None for any other module."""
-    return _refused(seen, reason) if _is_named_norm(seen.module) else None
-
-
 def _placed(site: NormSite, seen: Observation) -> NormSite:
     """Return a site with a module's paths in the model, and its calls."""
     observed = str(seen.output_dtype).removeprefix("torch.")
@@ -576,11 +574,13 @@ def _explains(text: str | None, site: NormSite, seen: Observation) -> bool:
     if text is None:
         return seen.output_dtype == seen.dtype
     tensors = named_tensors(seen.module)
-    for name in (site.weight_name, site.bias_name):
-        if name is not None:
-            return DtypeRule(text)(seen.dtype, tensors[name].dtype) == seen.output_dtype
+    name = site.weight_name or site.bias_name
     floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-    parameter_dtype = floating[0] if floating else seen.dtype
+    parameter_dtype = seen.dtype
+    if name is not None:
+        parameter_dtype = tensors[name].dtype
+    elif floating:
+        parameter_dtype = floating[0]
     return DtypeRule(text)(seen.dtype, parameter_dtype) == seen.output_dtype
 
 
@@ -621,7 +621,7 @@ def _is_unit_length(module: nn.Module, weight: Tensor) -> bool:
     is_named = _is_named_norm(module)
     parameters = list(module.parameters())
     # ScaleNorm is a norm: it is named one, and learns the length.
-    learns_length = is_named and len(parameters) > 0
+    learns_length = is_named and bool(parameters)
     if learns_length or any(parameter.numel() > 1 for parameter in parameters):
         return False
     if not torch.allclose(weight, weight.mean(), rtol=HALF_TOLERANCE):

@@ -63,10 +63,10 @@ class Check:
             self._add_fresh(model, seed)
         self.fresh = len(self.inputs) - 1
         self.noise: float | None = None
+        # Of each output, if the tolerance depends on it.
         self._noises: list[float] = []
         if self.dtype in _HALVES:
             self._use_float32(model, tolerance)
-        self._tolerance_is_ours = tolerance is None
         if tolerance is not None:
             self.tolerance = tolerance
         elif self.noise is not None:
@@ -106,7 +106,7 @@ class Check:
 
     def _excess(self, errors: Sequence[float]) -> tuple[float, float] | None:
         """Return an error that is too large, with the largest allowed one; None if all are small."""
-        if self._tolerance_is_ours and self._noises:
+        if self._noises:
             rounding = 2 * torch.finfo(self.dtype).eps
             for error, noise in itertools.zip_longest(errors, self._noises, fillvalue=0.0):
                 allowed = max(_NOISE_OF_ONE * noise, rounding)
@@ -171,15 +171,18 @@ class Check:
                 f"is measured, but that raised {type(error).__name__}: {error}; pass tolerance= to "
                 "compare in half precision"
             ) from error
-        self._noises = _largest(list(map(_errors, self._before, outputs)))
-        self.noise = max(self._noises)
-        if tolerance is None and not self.noise <= _LARGEST_NOISE:
+        noises = _largest(list(map(_errors, self._before, outputs)))
+        self.noise = max(noises)
+        self._before = outputs
+        if tolerance is not None:
+            return
+        if not self.noise <= _LARGEST_NOISE:
             raise ModelError(
                 f"the model's outputs must be within {_LARGEST_NOISE} of its float32 copy's for a "
                 f"check in half precision to mean something, but differ by {self.noise:.1e}: fold "
                 "it in float32 and cast it then, or pass tolerance="
             )
-        self._before = outputs
+        self._noises = noises
 
     def _outputs(self, model: nn.Module, inputs: Inputs) -> list[Tensor]:
         """Run the model on a copy of some inputs, and return its outputs in float64."""

@@ -90,10 +90,7 @@ def _affine_plan(
         # In training it would write into the input of an identity before it.
         stays = dict.fromkeys(range(len(sites)), "a dropout of the model works in place")
     while True:
-        if options.affine:
-            folds = _as_lines(sites, stays)
-        else:
-            folds = [replace(fold) for fold in sites]  # copies
+        folds = _copies(sites, options.affine, stays)
         decide_affine(folds, options.affine, options.add_bias)
         rescaled = decide_rescaling(folds)
         stays_too = {}
@@ -105,14 +102,15 @@ def _affine_plan(
         stays |= stays_too
 
 
-def _as_lines(
+def _copies(
     sites: Sequence[SiteFold],
+    affine: bool,
     stays: Mapping[int, str],
 ) -> list[SiteFold]:
     """Return a copy of each site, as a line if it is a linear layer that may be removed as a whole."""
     folds = []
     for index, fold in enumerate(sites):
-        if fold.line is None or not fold.keeps_dtype:
+        if not affine or fold.line is None or not fold.keeps_dtype:
             folds.append(replace(fold))
         elif index in stays:
             folds.append(replace(fold, remains_because=stays[index]))

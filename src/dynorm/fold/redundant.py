@@ -47,7 +47,9 @@ def decide_redundant(folds: Sequence[SiteFold], squares: MeanSquares, accepted: 
             continue
         try:
             followers = _norms_fed(folds, fold)
-            _require_not_in_a_row(fold, followers, needed)
+            a_follower_goes = any(f is fold or f.redundant.state == FOLDED for f in followers)
+            if fold in needed or a_follower_goes:
+                raise RefusedError("of norms in a row only every other one can go")
             change = max(_change(fold, norm, squares) for norm in followers)
             if change > accepted:
                 raise RefusedError(f"an eps after it would change outputs by up to {change:.1e}")
@@ -57,15 +59,6 @@ def decide_redundant(folds: Sequence[SiteFold], squares: MeanSquares, accepted: 
         fold.redundant = Rewrite(FOLDED, tuple(norm.path for norm in followers))
         fold.change = change
         needed.update(followers)
-
-
-def _require_not_in_a_row(
-    fold: SiteFold, followers: Sequence[SiteFold], needed: set[SiteFold]
-) -> None:
-    """Check that the norms around it stay."""
-    a_follower_goes = any(norm.redundant.state == FOLDED or norm is fold for norm in followers)
-    if fold in needed or a_follower_goes:
-        raise RefusedError("of norms in a row only every other one can go")
 
 
 def _change(fold: SiteFold, follower: SiteFold, squares: MeanSquares) -> float:
@@ -136,15 +129,11 @@ def _norm_over_tokens(folds: Sequence[SiteFold], op: Node, token_of: Tensor) -> 
     index = norm_index(op)
     if index is not None:
         norm = folds[index]
-        axis = norm.dim % token_of.ndim
-        if norm.site.kind in NORMS and _one_token_per_row(token_of, axis):
+        # Whether all elements along its axis belong to one token.
+        of_one_token = torch.equal(token_of, token_of.roll(1, norm.dim % token_of.ndim))
+        if norm.site.kind in NORMS and of_one_token:
             return norm
     raise RefusedError(f"{where(op)} sees the scale of its tokens")
-
-
-def _one_token_per_row(token_of: Tensor, axis: int) -> bool:
-    """Return whether all elements along an axis belong to one token."""
-    return torch.equal(token_of, token_of.roll(1, axis))
 
 
 def _require_product(fold: SiteFold, user: Node, value: Node) -> None:

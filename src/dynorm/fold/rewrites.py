@@ -104,11 +104,10 @@ def decide_means(folds: Sequence[SiteFold], partly: bool) -> None:
     for fold in layernorms:
         fold.streams = list(dict.fromkeys(fold.around.before))
         for stream in fold.streams:
-            try:
-                _require_only_layernorms(folds, stream)
-            except RefusedError as refusal:
-                mean_seen_by[stream] = str(refusal)
-            reason = _other_writer(folds, stream) or mean_seen_by.get(stream)
+            seen_by = _other_reader(folds, stream)
+            if seen_by is not None:
+                mean_seen_by[stream] = seen_by
+            reason = _other_writer(folds, stream) or seen_by
             if reason is not None:
                 refusals[stream] = reason
     # Another kind of LayerNorm needs the means of its streams: an RMSNorm would not replace it.
@@ -139,20 +138,19 @@ def _other_writer(folds: Sequence[SiteFold], stream: Stream) -> str | None:
     return None
 
 
-def _require_only_layernorms(folds: Sequence[SiteFold], stream: Stream) -> None:
-    """Check that means can be taken out of what writes into a stream: only LayerNorms see them."""
+def _other_reader(folds: Sequence[SiteFold], stream: Stream) -> str | None:
+    """Return why no writer can lose its mean: something other than LayerNorms sees it."""
     if stream.two_axes is not None:
-        raise RefusedError(stream.two_axes)
+        return stream.two_axes
     for use in stream.norms_after:
         norm = folds[use.index]
         if norm.site.kind != "layernorm" or not use.over_channels:
-            raise RefusedError(f"{norm.path} sees its mean")
+            return f"{norm.path} sees its mean"
     if stream.read_by is not None:
-        raise RefusedError(f"{stream.read_by} sees its mean")
+        return f"{stream.read_by} sees its mean"
     if stream.is_returned:
-        raise RefusedError("the model returns it, with its mean")
-    if stream.shared_writer is not None:
-        raise RefusedError(stream.shared_writer)
+        return "the model returns it, with its mean"
+    return stream.shared_writer
 
 
 def decide_learned_centers(folds: Sequence[SiteFold]) -> None:

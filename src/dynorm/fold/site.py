@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -273,14 +273,12 @@ def is_exact(fold: SiteFold, module: nn.Module, *, as_layernorm: bool = False) -
     for tensor in named_tensors(module).values():
         device = tensor.device
         break
-    copies = []
     try:
         # In float64 only.
         with WideCasts(), plain_arithmetic():
-            for _ in range(2):
-                copied = plain_copy(module, torch.float64)
-                copies.append(TokenFunction(copied, tuple(sizes), (axis,), torch.float64, device))
-            norm, neutral = copies
+            copied = plain_copy(module, torch.float64)
+            norm = TokenFunction(copied, tuple(sizes), (axis,), torch.float64, device)
+            neutral = replace(norm, module=plain_copy(module, torch.float64))
             for name, tensor, offset in _tensors(fold.site, neutral.module):
                 tensor.fill_((1.0 if name == "weight" else 0.0) - offset)
             for scale in _SCALES:

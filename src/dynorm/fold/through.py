@@ -62,12 +62,7 @@ def decide_rescaling(folds: Sequence[SiteFold]) -> list[RescaledStream]:
     """Remove the linear layers whose readers cannot take them over; return the rescaled streams."""
     for fold in folds:
         if fold.is_line and not fold.is_absorbed and fold.calls:
-            obstacle = _obstacle(fold)
-            if obstacle is None:
-                fold.by_rescaling = True
-                _move_constant(fold)
-            else:
-                fold.affine_refused = f"{fold.affine_refused}; {obstacle}"
+            _choose_rescaling(fold)
     rescaled: dict[Stream, RescaledStream] = {}
     for fold in folds:
         if fold.by_rescaling:
@@ -84,24 +79,26 @@ def decide_rescaling(folds: Sequence[SiteFold]) -> list[RescaledStream]:
     return [part for part in rescaled.values() if bool((part.factor != 1).any())]
 
 
-def _obstacle(fold: SiteFold) -> str | None:
-    """Return why a linear layer cannot be removed by rescaling, whatever its streams are, or None."""
+def _choose_rescaling(fold: SiteFold) -> None:
+    """Choose for a linear layer that it is removed by rescaling, and the bias that takes its constant.
+
+    If it cannot be, set the reason.
+    """
     assert fold.weight is not None
     zeros = (fold.weight == 0).nonzero().flatten().tolist()
+    obstacle = None
     if zeros:
-        return f"its weight is 0 in channel {zeros[0]}, which no factor before it undoes"
-    if len(fold.calls) != 1:
-        return "the layer is called several times"
-    if fold.bias is not None and fold.bias_before is None:
-        return fold.no_bias_before
-    return None
-
-
-def _move_constant(fold: SiteFold) -> None:
-    """Choose the bias before a linear layer that takes its constant."""
+        obstacle = f"its weight is 0 in channel {zeros[0]}, which no factor before it undoes"
+    elif len(fold.calls) != 1:
+        obstacle = "the layer is called several times"
+    elif fold.bias is not None and fold.bias_before is None:
+        obstacle = fold.no_bias_before
+    if obstacle is not None:
+        fold.affine_refused = f"{fold.affine_refused}; {obstacle}"
+        return
+    fold.by_rescaling = True
     fold.learned_center = None
     if fold.bias is not None:
-        assert fold.weight is not None
         # a x + b = a (x - c) with this centre.
         fold.learned_center = -fold.bias / fold.weight
         fold.learned_center_into = fold.bias_before

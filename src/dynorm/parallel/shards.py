@@ -189,11 +189,11 @@ def _with_witnesses(
     # A root has no second derivative at 0.
     roots = (total + _TINY).sqrt().to(u.dtype)
     # The place of this rank's number among those gathered so far.
-    own = 0
+    place = 0
     for group in groups:
-        own += group.rank() * roots.shape[-1]
+        place += group.rank() * roots.shape[-1]
         roots = _Gathered.apply(roots, group)  # type: ignore[no-untyped-call]
-    others = torch.cat([roots[..., :own], roots[..., own + 1 :]], -1)
+    others = torch.cat([roots[..., :place], roots[..., place + 1 :]], -1)
     appended = range(len(channels), len(channels) + others.shape[-1])
 
     def padded(parameter: Tensor) -> Tensor:
