@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dynorm.batches import Inputs
 from dynorm.errors import DataError, DynormError, ModelError
 from dynorm.guard import Function, FunctionMode, undisturbed
-from dynorm.stream.tensors import copied, held_tensors, mapped, tensors_in
+from dynorm.stream.tensors import detached_copy, held_tensors, mapped, tensors_in
 
 _HALVES = (torch.float16, torch.bfloat16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -56,14 +56,14 @@ class Check:
         tolerance: float | None = None,
     ) -> None:
         self.dtype = _narrowest_dtype(model)
-        self.inputs = [copied(example)]
+        self.inputs = [detached_copy(example)]
         self._before = [self._of_example(model)]
         # Two fresh inputs; but some models take nothing except the example.
         for seed in (1, 2):
             self._add_fresh(model, seed)
         self.fresh = len(self.inputs) - 1
         self.noise: float | None = None
-        # Of each output, if the tolerance depends on it.
+        # The noise of each output, if the tolerance depends on it.
         self._noises: list[float] = []
         if self.dtype in _HALVES:
             self._use_float32(model, tolerance)
@@ -98,7 +98,7 @@ class Check:
                 "rounding needs a larger tolerance=; only= and skip= help to find the site"
             )
         return {
-            "error": max(errors, default=0.0),
+            "error": max(errors),
             "tolerance": self.tolerance,
             "noise": self.noise,
             "fresh": self.fresh,
@@ -112,7 +112,7 @@ class Check:
                 allowed = max(_NOISE_OF_ONE * noise, rounding)
                 if not error <= allowed:
                     return error, allowed
-        largest = max(errors, default=0.0)
+        largest = max(errors)
         if not largest <= self.tolerance:
             return largest, self.tolerance
         return None
@@ -189,7 +189,7 @@ class Check:
         casts = WideCasts() if self.dtype == torch.float64 else nullcontext()
         with undisturbed(model, inputs, attributes=True), casts:
             torch.manual_seed(0)
-            args, kwargs = copied(inputs)
+            args, kwargs = detached_copy(inputs)
             returned = model(*args, **kwargs)
             outputs = [tensor.detach().clone() for tensor in tensors_in(returned)]
         if outputs:
@@ -339,6 +339,6 @@ def _fresh_floats(value: Tensor, generator: torch.Generator, constants: bool) ->
 
 def run(model: nn.Module, inputs: Inputs) -> object:
     """Call a model on a copy of its inputs; nothing of the call stays."""
-    args, kwargs = copied(inputs)
+    args, kwargs = detached_copy(inputs)
     with undisturbed(model, inputs, attributes=True):
         return model(*args, **kwargs)

@@ -22,7 +22,7 @@ from dynorm.replace.convert import Globs
 from dynorm.replace.edits import edits_of, is_changed
 from dynorm.replace.weights import exact_edit
 from dynorm.stream.capture import Graph
-from dynorm.stream.tensors import copied
+from dynorm.stream.tensors import detached_copy
 
 
 def fold_(
@@ -125,16 +125,16 @@ def fold_(
     args, kwargs = example_arguments(model, args, kwargs)
     options = Options(affine, center, center_partly, redundant, add_bias, in_place)
     # A run may write into its arguments: a cache grows.
-    example = copied((args, kwargs))
+    example = detached_copy((args, kwargs))
     squares = None
     modules = dict(model.named_modules())
     with undisturbed(model, example, attributes=True) as put_back:
-        search = NormSearch(model, copied(example))
+        search = NormSearch(model, detached_copy(example))
         # A trial or a trace must not start from tensors that a run kept on a module.
         put_back()
         sites = site_folds(search.norms(), modules, only, skip)
         if redundant and affine:
-            run_args, run_kwargs = copied(example)
+            run_args, run_kwargs = detached_copy(example)
             with mean_squares(sites, modules) as squares:
                 model(*run_args, **run_kwargs)
             put_back()

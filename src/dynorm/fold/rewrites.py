@@ -32,7 +32,7 @@ def decide_affine(
                 require_readers(fold, uses, add_bias)
             except RefusedError as refusal:
                 fold.affine_refused = str(refusal)
-    propagate_refusals(folds, uses)
+    _propagate_refusals(folds, uses)
 
 
 def _choose_parts(fold: SiteFold, affine: bool) -> None:
@@ -68,7 +68,7 @@ def _obstacle(fold: SiteFold) -> str | None:
     return None
 
 
-def propagate_refusals(folds: Sequence[SiteFold], uses: Uses) -> None:
+def _propagate_refusals(folds: Sequence[SiteFold], uses: Uses) -> None:
     """Let a norm stay if one that shares a reader with it stays, until nothing changes."""
     changed = True
     while changed:

@@ -80,9 +80,9 @@ def decide_rescaling(folds: Sequence[SiteFold]) -> list[RescaledStream]:
 
 
 def _choose_rescaling(fold: SiteFold) -> None:
-    """Choose for a linear layer that it is removed by rescaling, and the bias that takes its constant.
+    """Choose to remove a linear layer by rescaling, and the bias that takes its constant.
 
-    If it cannot be, set the reason.
+    If that is impossible, note the reason.
     """
     assert fold.weight is not None
     zeros = (fold.weight == 0).nonzero().flatten().tolist()

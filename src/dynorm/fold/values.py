@@ -8,7 +8,7 @@ from torch import Tensor
 from dynorm.fold.site import SiteFold
 from dynorm.fold.through import RescaledStream
 from dynorm.stream.channels import laid_along
-from dynorm.stream.graph import Slot
+from dynorm.stream.graph import Slot, double
 from dynorm.stream.stream import Stream
 
 
@@ -26,7 +26,7 @@ class NewValues:
 
     def value(self, slot: Slot) -> Tensor:
         """Return the value of a parameter so far."""
-        return self.values[slot] if slot in self.values else slot.double()
+        return self.values[slot] if slot in self.values else double(slot.tensor)
 
     def scale(self, slot: Slot, factor: Tensor, axis: int) -> None:
         """Multiply a parameter along an axis, and the bias that is added to its layer."""
@@ -56,9 +56,9 @@ class NewValues:
                 done.add((weight, bias))
                 # From the old weight, so that one that is read with two biases is scaled once.
                 if fold.factor is not None:
-                    self.values[weight] = reader.scaled(weight.double(), fold.factor)
+                    self.values[weight] = reader.scaled(double(weight.tensor), fold.factor)
                 if fold.shift is not None:
-                    constant = reader.constant(weight.double(), fold.shift)
+                    constant = reader.constant(double(weight.tensor), fold.shift)
                     if bias is None:
                         self.added[weight] = constant
                     else:
@@ -86,7 +86,7 @@ class NewValues:
                 done.add(write.slot)
                 if write.gain is not None:
                     # The mean to take out is that of the scaled outputs.
-                    gain = write.gain.double()
+                    gain = double(write.gain.tensor)
                     self.scale(write.slot, gain, write.axis)
                     self.values[write.gain] = torch.ones_like(gain)
                 value = self.value(write.slot)

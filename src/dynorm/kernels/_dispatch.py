@@ -232,7 +232,7 @@ class _Pointwise(torch.autograd.Function):
                 return gradients
         x = inputs[0]
         parameters = Parameters(*inputs[1:])
-        # Of x and the parameters; the form has no gradient.
+        # For x and the parameters; the form has no gradient.
         needed = ctx.needs_input_grad[1:]
         # A second derivative is wanted, or something watches; is_grads_batched brings tensors
         # without memory.

@@ -103,10 +103,6 @@ class Slot:
         """Return the first name in the model."""
         return str(self.owners[0])
 
-    def double(self) -> Tensor:
-        """Return a copy in float64, in which all new values are computed."""
-        return double(self.tensor).clone()
-
 
 def norm_index(node: Node) -> int | None:
     """Return the index of the norm that a node is a call of, or None for any other node."""
@@ -230,5 +226,5 @@ def leaves_of(placeholder: Node) -> set[Leaf]:
 
 
 def double(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64 on the CPU, because not all devices have float64."""
+    """Return a tensor in float64, on the CPU, because not all devices have float64."""
     return tensor.detach().to("cpu", torch.float64)

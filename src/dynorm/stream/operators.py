@@ -132,8 +132,7 @@ def read(node: Node, value: Node, axis: int) -> Read:
     except RefusedError as refusal:
         no_shift = no_shift or str(refusal)
     leaf = Leaf(node, weight)
-    groups = product.groups
-    return Read(node, leaf, slot, contracted, out, groups, bias, bias_leaf, no_shift)
+    return Read(node, leaf, slot, contracted, out, product.groups, bias, bias_leaf, no_shift)
 
 
 def _computed(node: Node) -> RefusedError:

@@ -70,7 +70,7 @@ def mapped(value: _Value, function: Callable[[Tensor], Tensor]) -> _Value:
         ) from error
 
 
-def copied(value: _Value) -> _Value:
+def detached_copy(value: _Value) -> _Value:
     """Return a deep copy with detached tensors, so that a run cannot write into the caller's."""
     return mapped(value, lambda tensor: tensor.detach().clone())
 
