@@ -84,7 +84,7 @@ class SiteFold:
     is_line: bool = False  # weight and bias are those of ``line``
     by_rescaling: bool = False  # removed by rescaling the stream that it reads and writes
     remaining_weight: Tensor | None = None  # the part of its weight that must stay
-    remains_because: str = ""
+    remains_because: str = ""  # why that part, or the whole layer, stays
 
     # A norm that feeds only norms may be removed as a whole.
     redundant: Rewrite = field(default_factory=lambda: Rewrite(OFF))

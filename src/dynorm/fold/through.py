@@ -59,7 +59,7 @@ class ScaleGroup:
 
 
 def decide_rescaling(folds: Sequence[SiteFold]) -> list[RescaledStream]:
-    """Remove the linear layers whose readers cannot take them over; return the rescaled streams."""
+    """Choose the linear layers to remove by rescaling; return the rescaled streams."""
     for fold in folds:
         if fold.is_line and not fold.is_absorbed and fold.calls:
             _choose_rescaling(fold)
