@@ -18,7 +18,7 @@ from torch.nn import functional
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.fold import apply, fold_, plan
 from dynorm.fold.check import Check, fresh
-from dynorm.stream.tensors import copied, tensors_in
+from dynorm.stream.tensors import detached_copy, tensors_in
 
 C = 8
 Forward = Callable[[Any, Any], Any]
@@ -305,6 +305,14 @@ def test_what_is_drawn_keeps_signs_masks_and_aliases() -> None:
     assert torch.equal(fresh(((torch.zeros(3),), {}), 1, constants=False)[0][0], torch.zeros(3))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_of_one_sign_are_drawn_with_it(sign: int) -> None:
+    given = sign * torch.linspace(0.01, 1.0, 200)
+    (drawn,), _ = fresh(((given,), {}), 1)
+    assert ((drawn >= given.min()) & (drawn <= given.max())).all()
+    assert not torch.equal(drawn, given)
+
+
 # 15, and whatever else a model's code raises.
 
 
@@ -514,7 +522,7 @@ def test_what_a_forward_keeps_on_self_stays_the_caller_s(options: dict[str, Any]
 def test_copies_share_nothing() -> None:
     x = torch.zeros(2)
     given = {"a": [x, x], "b": Cache(x)}
-    made = copied(given)
+    made = detached_copy(given)
     made["a"][0].add_(1)
     assert made["b"].past is made["a"][1]
     assert not x.any()

@@ -715,6 +715,14 @@ def test_the_report_reads_well_and_is_json() -> None:
     assert json.loads(json.dumps(report.to_dict()))["sites"][0]["affine"]["into"] == ["one.weight"]
 
 
+def test_a_rewrite_says_why_a_part_stays() -> None:
+    into = ("a", "b", "c", "d")
+    assert str(Rewrite("folded", into)) == "folded into a, b, c and 1 more"
+    assert str(Rewrite("partly folded", ("a",), "a reason")) == "partly folded into a; a reason"
+    assert str(Rewrite("nothing to fold", reason="a reason")) == "nothing to fold; a reason"
+    assert str(Rewrite("refused", reason="a reason")) == "refused: a reason"
+
+
 def test_fresh_inputs_are_like_the_example() -> None:
     mask, ids = torch.tensor([[1, 0, 1]]), torch.tensor([[3, 9, 5]])
     (x, m, minus), named = fresh(

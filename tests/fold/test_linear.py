@@ -15,7 +15,7 @@ import dynorm
 from benchmarks.fold_models import NAMES, build, inputs, linear_
 from dynorm.errors import ModelError
 from dynorm.fold import FoldReport, fold_
-from dynorm.fold.check import Wide, relative_error
+from dynorm.fold.check import WideCasts, relative_error
 from dynorm.replace.converted import is_ours
 from dynorm.stream.tensors import tensors_in
 
@@ -35,7 +35,7 @@ SOME = {
 
 
 def outputs(model: nn.Module, given: dict[str, Tensor]) -> list[Tensor]:
-    with torch.no_grad(), Wide():
+    with torch.no_grad(), WideCasts():
         return [tensor for tensor in tensors_in(model(**given)) if tensor.is_floating_point()]
 
 

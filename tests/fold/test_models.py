@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.fold import PAGE, RESULTS, renewed
 from benchmarks.fold_models import CAUSAL, LAYERS, NAMES, build, inputs
 from dynorm.fold import fold_
-from dynorm.fold.check import Wide, relative_error
+from dynorm.fold.check import WideCasts, relative_error
 from dynorm.stream.tensors import tensors_in
 
 pytest.importorskip("transformers")
@@ -80,7 +80,7 @@ WHOLE = ("gpt2", "llama", "gpt_neox", "mistral")
 
 
 def outputs(model: nn.Module, given: dict[str, Tensor]) -> list[Tensor]:
-    with torch.no_grad(), Wide():
+    with torch.no_grad(), WideCasts():
         return [tensor for tensor in tensors_in(model(**given)) if tensor.is_floating_point()]
 
 

@@ -393,7 +393,9 @@ def test_norms_whose_readers_are_shared_in_a_chain_fall_together(
     model = model_of(run, k=nn.Linear(C, 3), **norms)
     for name in norms:
         getattr(model, name).load_state_dict(model.n.state_dict())
-    monkeypatch.setattr(site, "is_exact", lambda fold, module, as_rms=False: fold.path != "n3")
+    monkeypatch.setattr(
+        site, "is_exact", lambda fold, module, as_layernorm=False: fold.path != "n3"
+    )
     report = unchecked(model, center=False)
     assert report.count("affine") == 0
 

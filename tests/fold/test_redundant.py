@@ -226,6 +226,12 @@ def test_of_norms_in_a_row_the_first_goes_and_the_next_one_stays() -> None:
     assert "norms in a row" in (report.sites[1].redundant.reason or "")
 
 
+def test_a_norm_whose_products_nothing_reads_stays() -> None:
+    model = block(read=lambda m, x: torch.ones_like(m.k(x)))
+    report = fold_(model, example(), redundant=0.5, check=False)
+    assert report.sites[0].redundant.reason == "no norm follows it"
+
+
 def test_a_norm_that_is_called_twice_does_not_go_for_itself() -> None:
     model = block(read=lambda m, x: halves(m, m.norm(m.k(x))))
     report = fold_(model, example(), redundant=0.5)

@@ -55,7 +55,7 @@ class Observation:
     """One module, as a run showed it."""
 
     module: nn.Module
-    paths: list[str]  # all of them, the first one of `named_modules` leading
+    paths: list[str]  # all of them, the first one of ``named_modules`` leading
     calls: int = 0
     # How many more calls had an input without elements.
     without_tokens: int = 0
@@ -259,11 +259,12 @@ def find_norms(
 ) -> list[NormSite]:
     """Find the LayerNorms and RMSNorms of a model by behaviour, with one run of it.
 
-    The model is called once under `torch.no_grad()`. Each module that took one tensor, returned one
+    The model is called once under ``torch.no_grad()``. Each module that took one tensor, returned one
     of the same shape and holds no matrices is then copied, and the copy is tried on random tokens.
-    It is a norm if y = core(x) * weight + bias holds for each token separately, with core(x) =
-    (x - mean) / sqrt(var + eps) or x / sqrt(mean(x^2) + eps). Mode, hooks, buffers and random
-    states of the model stay as they are. So do the tensors of the example: the model gets copies.
+    It is a norm if ``y = core(x) * weight + bias`` holds for each token separately, with ``core(x)
+    = (x - mean) / sqrt(var + eps)`` or ``x / sqrt(mean(x^2) + eps)``. Mode, hooks, buffers and
+    random states of the model stay as they are. So do the tensors of the example: the model gets
+    copies.
 
     Args:
         model: Any module of plain torch; train or eval mode is kept.
@@ -273,7 +274,7 @@ def find_norms(
 
     Returns:
         The norms in call order. Modules that are named norms, or are norms of torch, but cannot be
-        replaced are among them, and their `refused` is the reason; those never called come last.
+        replaced are among them, and their ``refused`` is the reason; those never called come last.
         Empty for a model without norms.
 
     Raises:
@@ -387,8 +388,13 @@ class NormSearch:
         # An annealed layer of dynorm is a norm at first, and so would be its parent.
         if norms or any(getattr(part, "_dynorm_layer", False) for part in seen.module.modules()):
             return
-        site = self._site_of(seen)
-        if site is None or (site.refused is not None and parts):
+        try:
+            site = self._site_of(seen)
+        except NotANormError as error:
+            if not _is_named_norm(seen.module):
+                return
+            site = _refused(seen, str(error))
+        if site.refused is not None and parts:
             return
         for part in parts:
             del self._sites[id(part)]
@@ -436,38 +442,40 @@ class NormSearch:
         return ids
 
     def _refuse(self, seen: Observation, reason: str) -> None:
-        self._sites[id(seen.module)] = _placed(NormSite("", refused=reason), seen)
+        self._sites[id(seen.module)] = _refused(seen, reason)
 
-    def _site_of(self, seen: Observation) -> NormSite | None:
-        """Return the site of a called module; None if it neither is a norm nor is named one."""
-        reason = _family(seen.module, by_class=True) or seen.problem
-        if reason is None and not seen.is_light(seen.shapes[0]):
-            reason = "holds matrices: its parameters are more than a scale and a shift"
+    def _site_of(self, seen: Observation) -> NormSite:
+        """Return the site of a called module; NotANormError if it is not a norm."""
+        self._require_candidate(seen)
         # These two refuse a module that is a norm otherwise, and hide every other reason.
         obstacle = None
         if has_other_forward(seen.module):
             obstacle = _PATCHED
         elif seen.modifies_input:
             obstacle = _IN_PLACE
-        if reason is None and not seen.samples:
-            reason = "returns its input: it computes nothing"
-            if not candidate_axes(seen.module, seen.shapes[0]):
-                reason = self._one_channel(seen)
-        if reason is None:
-            try:
-                site = self._recovered(seen)
-            except NotANormError as error:
-                reason = _family(seen.module) or obstacle or str(error)
-            else:
-                return site if obstacle is None else _placed(NormSite("", refused=obstacle), seen)
-        if not _is_named_norm(seen.module):
-            return None
-        return _placed(NormSite("", refused=reason), seen)
+        try:
+            site = self._checked_site(seen)
+        except NotANormError as error:
+            raise NotANormError(_family(seen.module) or obstacle or str(error)) from error
+        return site if obstacle is None else _refused(seen, obstacle)
 
-    def _recovered(self, seen: Observation) -> NormSite:
+    def _require_candidate(self, seen: Observation) -> None:
+        """Require that nothing in the run shows that a module is not a norm."""
+        reason = _family(seen.module, by_class=True) or seen.problem
+        if reason is not None:
+            raise NotANormError(reason)
+        if not seen.is_light(seen.shapes[0]):
+            raise NotANormError("holds matrices: its parameters are more than a scale and a shift")
+        if seen.samples:
+            return
+        if candidate_axes(seen.module, seen.shapes[0]):
+            raise NotANormError("returns its input: it computes nothing")
+        raise NotANormError(self._one_channel(seen))
+
+    def _checked_site(self, seen: Observation) -> NormSite:
         """Return the site of a norm; NotANormError if the module is not one."""
         try:
-            site = _placed(self._recover(seen), seen)
+            site = _placed(self._recover_once(seen), seen)
         except NotANormError:
             if seen.shapes[0][-1] == 1:
                 raise NotANormError(self._one_channel(seen)) from None
@@ -491,7 +499,7 @@ class NormSearch:
             return "one channel: no norm over it can be recovered"
         return "one channel: its output does not depend on the input, as LayerNorm's does not"
 
-    def _recover(self, seen: Observation) -> NormSite:
+    def _recover_once(self, seen: Observation) -> NormSite:
         """Recover a norm, once for all modules that compute alike."""
         form = (seen.shapes[0], seen.dtype, seen.device)
         sort = (*form, *_sort_of(seen.module))
@@ -538,6 +546,11 @@ def _sort_of(module: nn.Module) -> Iterator[Hashable]:
                 yield name, id(value)
 
 
+def _refused(seen: Observation, reason: str) -> NormSite:
+    """Return the site of a module that cannot be replaced."""
+    return _placed(NormSite("", refused=reason), seen)
+
+
 def _placed(site: NormSite, seen: Observation) -> NormSite:
     """Return a site with a module's paths in the model, and its calls."""
     observed = str(seen.output_dtype).removeprefix("torch.")
@@ -561,11 +574,13 @@ def _explains(text: str | None, site: NormSite, seen: Observation) -> bool:
     if text is None:
         return seen.output_dtype == seen.dtype
     tensors = named_tensors(seen.module)
-    for name in (site.weight_name, site.bias_name):
-        if name is not None:
-            return DtypeRule(text)(seen.dtype, tensors[name].dtype) == seen.output_dtype
+    name = site.weight_name or site.bias_name
     floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-    parameter_dtype = floating[0] if floating else seen.dtype
+    parameter_dtype = seen.dtype
+    if name is not None:
+        parameter_dtype = tensors[name].dtype
+    elif floating:
+        parameter_dtype = floating[0]
     return DtypeRule(text)(seen.dtype, parameter_dtype) == seen.output_dtype
 
 
@@ -604,10 +619,11 @@ def _is_unit_length(module: nn.Module, weight: Tensor) -> bool:
     The length is 1, or another one than the sqrt(C) of a norm.
     """
     is_named = _is_named_norm(module)
-    for parameter in module.parameters():
-        # ScaleNorm is a norm: it is named one, and learns the length.
-        if is_named or parameter.numel() > 1:
-            return False
+    parameters = list(module.parameters())
+    # ScaleNorm is a norm: it is named one, and learns the length.
+    learns_length = is_named and bool(parameters)
+    if learns_length or any(parameter.numel() > 1 for parameter in parameters):
+        return False
     if not torch.allclose(weight, weight.mean(), rtol=HALF_TOLERANCE):
         return False
     scale = abs(float(weight.double().mean()))

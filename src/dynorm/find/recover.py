@@ -437,7 +437,7 @@ def affine_of(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the weight and the bias that a norm applies to its normalized channels.
 
-    They are detached copies of shape `site.normalized_shape` on the module's device, or None. A
+    They are detached copies of shape ``site.normalized_shape`` on the module's device, or None. A
     weight 1 + w is at least float32, because such norms add in float32: rounded to bfloat16, 1 + w
     would lose most digits of a small w. A factor that no tensor holds, such as the 1/sqrt(C) of a
     division by the L2 norm, is measured. ModelError is raised if the site was refused, or the

@@ -90,7 +90,7 @@ def plain_copy(
 
 @dataclass(frozen=True)
 class TokenFunction:
-    """A module as a map from tokens (n, C) to tokens (n, C), float64 outside and `dtype` inside."""
+    """A module as a map from tokens (n, C) to tokens (n, C), float64 outside and ``dtype`` inside."""
 
     module: nn.Module  # or a copy of it
     shape: tuple[int, ...]  # of its input
@@ -144,7 +144,7 @@ class TokenFunction:
         return (plus - minus) / 2, (plus + minus) / 2
 
     def sample(self, scale: float, seed: int, at_least: int = 1) -> Tensor:
-        """Return tokens for two calls or more, at least ``at_least``, rounded to `dtype`.
+        """Return tokens for two calls or more, at least ``at_least``, rounded to ``dtype``.
 
         They distinguish formulas: every token has another mean, and every third one an outlier. The
         global random state is not used.

@@ -79,12 +79,12 @@ def _neutralize_(modules: Modules) -> None:
     """
     for fold, module in modules.items():
         if isinstance(module, PointwiseNorm):
-            if fold.is_absorbed or fold.through:
+            if fold.is_absorbed or fold.by_rescaling:
                 _strip_(module, fold)
         elif fold.is_absorbed:
             for name, tensor, offset in fold.tensors:
                 tensor.fill_((1.0 if name == "weight" else 0.0) - offset)
-        if fold.center_into is not None and not fold.through:
+        if fold.learned_center_into is not None and not fold.by_rescaling:
             module._parameters["center"] = None
             _forget_original_(module)
 
@@ -95,15 +95,15 @@ def _strip_(layer: PointwiseNorm, fold: SiteFold) -> None:
     layer.scale = 1.0
     if fold.with_affine:
         weight = None
-        if fold.left is not None:
+        if fold.remaining_weight is not None:
             assert slope is not None
-            weight = parameter_like(fold.left, slope)
+            weight = parameter_like(fold.remaining_weight, slope)
         else:
             _release_dtype_(layer)
         layer._parameters.update(weight=weight, bias=None)
         layer.weight_offset = 0.0
         layer.elementwise_affine = weight is not None
-    if fold.goes:
+    if fold.is_line:
         assert slope is not None
         neutral = parameter_like(torch.zeros_like(slope), slope)
         layer._parameters.update(center=None, log_beta=neutral)

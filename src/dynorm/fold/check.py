@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dynorm.batches import Inputs
 from dynorm.errors import DataError, DynormError, ModelError
 from dynorm.guard import Function, FunctionMode, undisturbed
-from dynorm.stream.tensors import copied, held_tensors, mapped, tensors_in
+from dynorm.stream.tensors import detached_copy, held_tensors, mapped, tensors_in
 
 _HALVES = (torch.float16, torch.bfloat16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -25,7 +25,7 @@ _NOISE_OF_ONE = 4.0
 _LARGEST_NOISE = 0.1
 
 
-class Wide(FunctionMode):
+class WideCasts(FunctionMode):
     """Widen a float64 model's own casts to float32, as in norms and softmax, to float64."""
 
     def call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,17 +56,17 @@ class Check:
         tolerance: float | None = None,
     ) -> None:
         self.dtype = _narrowest_dtype(model)
-        self.inputs = [copied(example)]
+        self.inputs = [detached_copy(example)]
         self._before = [self._of_example(model)]
         # Two fresh inputs; but some models take nothing except the example.
         for seed in (1, 2):
             self._add_fresh(model, seed)
         self.fresh = len(self.inputs) - 1
         self.noise: float | None = None
+        # The noise of each output, if the tolerance depends on it.
         self._noises: list[float] = []
         if self.dtype in _HALVES:
-            self._widen(model, tolerance)
-        self._tolerance_is_ours = tolerance is None
+            self._use_float32(model, tolerance)
         if tolerance is not None:
             self.tolerance = tolerance
         elif self.noise is not None:
@@ -87,32 +87,35 @@ class Check:
         In half precision each output is also compared with its own noise.
         """
         errors = self.errors(model)
-        error = max(errors, default=0.0)
-        excess = None
-        allowed = self.tolerance
-        if not error <= self.tolerance:
-            excess = error
-        if self._tolerance_is_ours and self._noises:
-            rounding = 2 * torch.finfo(self.dtype).eps
-            for one, noise in itertools.zip_longest(errors, self._noises, fillvalue=0.0):
-                if not one <= max(_NOISE_OF_ONE * noise, rounding):
-                    excess = one
-                    allowed = max(_NOISE_OF_ONE * noise, rounding)
-                    break
+        excess = self._excess(errors)
         if excess is not None:
+            error, allowed = excess
             inputs = "the example or fresh random inputs" if self.fresh else "the example"
             raise ModelError(
                 f"the folded model's outputs must be the original's to {allowed:.1e}, but "
-                f"differ by {excess:.1e} on {inputs}; everything was put back. A branch that the "
+                f"differ by {error:.1e} on {inputs}; everything was put back. A branch that the "
                 "example does not take may read a norm, an operator may write into it in place, or "
                 "rounding needs a larger tolerance=; only= and skip= help to find the site"
             )
         return {
-            "error": error,
+            "error": max(errors),
             "tolerance": self.tolerance,
             "noise": self.noise,
             "fresh": self.fresh,
         }
+
+    def _excess(self, errors: Sequence[float]) -> tuple[float, float] | None:
+        """Return an error that is too large, with the largest allowed one; None if all are small."""
+        if self._noises:
+            rounding = 2 * torch.finfo(self.dtype).eps
+            for error, noise in itertools.zip_longest(errors, self._noises, fillvalue=0.0):
+                allowed = max(_NOISE_OF_ONE * noise, rounding)
+                if not error <= allowed:
+                    return error, allowed
+        largest = max(errors)
+        if not largest <= self.tolerance:
+            return largest, self.tolerance
+        return None
 
     def _of_example(self, model: nn.Module) -> list[Tensor]:
         try:
@@ -154,11 +157,11 @@ class Check:
                 self._before.append(outputs)
                 return
 
-    def _widen(self, model: nn.Module, tolerance: float | None) -> None:
-        """Take the float32 outputs as the truth, and the distance from them as the noise."""
+    def _use_float32(self, model: nn.Module, tolerance: float | None) -> None:
+        """Take the outputs of a float32 copy as the truth, and the distance from them as the noise."""
         try:
-            exact = copy.deepcopy(model).float()
-            wide = [self._outputs(exact, mapped(inputs, _float)) for inputs in self.inputs]
+            in_float32 = copy.deepcopy(model).float()
+            outputs = [self._outputs(in_float32, mapped(inputs, _float)) for inputs in self.inputs]
         except Exception as error:
             if tolerance is not None:
                 # The half-precision outputs remain the reference.
@@ -168,23 +171,25 @@ class Check:
                 f"is measured, but that raised {type(error).__name__}: {error}; pass tolerance= to "
                 "compare in half precision"
             ) from error
-        pairs = zip(self._before, wide, strict=True)
-        self._noises = _largest([_errors(half, exact) for half, exact in pairs])
-        self.noise = max(self._noises)
-        if tolerance is None and not self.noise <= _LARGEST_NOISE:
+        noises = _largest(list(map(_errors, self._before, outputs)))
+        self.noise = max(noises)
+        self._before = outputs
+        if tolerance is not None:
+            return
+        if not self.noise <= _LARGEST_NOISE:
             raise ModelError(
                 f"the model's outputs must be within {_LARGEST_NOISE} of its float32 copy's for a "
                 f"check in half precision to mean something, but differ by {self.noise:.1e}: fold "
                 "it in float32 and cast it then, or pass tolerance="
             )
-        self._before = wide
+        self._noises = noises
 
     def _outputs(self, model: nn.Module, inputs: Inputs) -> list[Tensor]:
         """Run the model on a copy of some inputs, and return its outputs in float64."""
-        wide = Wide() if self.dtype == torch.float64 else nullcontext()
-        with undisturbed(model, inputs, attributes=True), wide:
+        casts = WideCasts() if self.dtype == torch.float64 else nullcontext()
+        with undisturbed(model, inputs, attributes=True), casts:
             torch.manual_seed(0)
-            args, kwargs = copied(inputs)
+            args, kwargs = detached_copy(inputs)
             returned = model(*args, **kwargs)
             outputs = [tensor.detach().clone() for tensor in tensors_in(returned)]
         if outputs:
@@ -310,26 +315,30 @@ def _fresh_integers(value: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _fresh_floats(value: Tensor, generator: torch.Generator, constants: bool) -> Tensor:
-    wide = value.to("cpu", torch.float64)
-    low = float(wide.min())
-    high = float(wide.max())
+    values = value.to("cpu", torch.float64)
+    low = float(values.min())
+    high = float(values.max())
+    is_constant = low == high
     # A mask of zeros and minus infinities is not an activation.
-    if not bool(wide.isfinite().all()) or (low == high and not constants):
+    if not bool(values.isfinite().all()) or (is_constant and not constants):
         return value
-    if low == high == 0 or low < min(high, 0.0):
-        normal = torch.randn(wide.shape, generator=generator, dtype=torch.float64, device="cpu")
-        if low == high:
+    is_zero = is_constant and low == 0
+    has_both_signs = low < 0 < high
+    if is_zero or has_both_signs:
+        normal = torch.randn(values.shape, generator=generator, dtype=torch.float64, device="cpu")
+        if is_zero:
             return normal
-        return wide.mean() + wide.std() * normal
+        return values.mean() + values.std() * normal
     # Numbers of one sign may need it, as under a logarithm.
-    if low == high:
-        low, high = 0.5 * low, 1.5 * high
-    uniform = torch.rand(wide.shape, generator=generator, dtype=torch.float64, device="cpu")
+    if is_constant:
+        low *= 0.5
+        high *= 1.5
+    uniform = torch.rand(values.shape, generator=generator, dtype=torch.float64, device="cpu")
     return low + (high - low) * uniform
 
 
 def run(model: nn.Module, inputs: Inputs) -> object:
     """Call a model on a copy of its inputs; nothing of the call stays."""
-    args, kwargs = copied(inputs)
+    args, kwargs = detached_copy(inputs)
     with undisturbed(model, inputs, attributes=True):
         return model(*args, **kwargs)

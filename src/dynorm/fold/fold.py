@@ -22,7 +22,7 @@ from dynorm.replace.convert import Globs
 from dynorm.replace.edits import edits_of, is_changed
 from dynorm.replace.weights import exact_edit
 from dynorm.stream.capture import Graph
-from dynorm.stream.tensors import copied
+from dynorm.stream.tensors import detached_copy
 
 
 def fold_(
@@ -76,9 +76,9 @@ def fold_(
         *args: the example, the arguments of one call; or one batch, a tuple or dict of them.
         affine: fold weights and biases.
         center: fold means.
-        center_partly: with ``center``, fold the means of linear writers where others write too. Nothing becomes
-            simpler by it, but the tokens of such a stream then have nearly the same mean, often,
-            and one centre suits them all when point-wise layers replace the norms.
+        center_partly: with ``center``, fold the means of linear writers where others write too.
+            This simplifies nothing, but tokens of such a stream then usually have nearly the same
+            mean, so one centre suits them all when point-wise layers replace the norms.
         redundant: the largest relative change to allow when a norm is removed because it feeds only
             norms. It bounds the change of these norms' outputs, for tokens as large as the
             example's, and the model's change too if ``tolerance`` is None. At 0 none is removed.
@@ -87,7 +87,7 @@ def fold_(
             fold needs it.
         only: globs of the norms' paths to fold; None means all.
         skip: globs of the paths to leave as they are.
-        check: compare the outputs. Otherwise the result is only run once.
+        check: compare the outputs. Otherwise the folded model is run once, without comparison.
         tolerance: the relative error to allow. The default is 1e-12 in float64 and 1e-5 in float32;
             in half precision it is twice the model's measured error against float32.
         **kwargs: the example's keyword arguments.
@@ -125,16 +125,16 @@ def fold_(
     args, kwargs = example_arguments(model, args, kwargs)
     options = Options(affine, center, center_partly, redundant, add_bias, in_place)
     # A run may write into its arguments: a cache grows.
-    example = copied((args, kwargs))
+    example = detached_copy((args, kwargs))
     squares = None
     modules = dict(model.named_modules())
     with undisturbed(model, example, attributes=True) as put_back:
-        search = NormSearch(model, copied(example))
+        search = NormSearch(model, detached_copy(example))
         # A trial or a trace must not start from tensors that a run kept on a module.
         put_back()
         sites = site_folds(search.norms(), modules, only, skip)
         if redundant and affine:
-            run_args, run_kwargs = copied(example)
+            run_args, run_kwargs = detached_copy(example)
             with mean_squares(sites, modules) as squares:
                 model(*run_args, **run_kwargs)
             put_back()

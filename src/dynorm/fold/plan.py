@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dynorm.fold.redundant import MeanSquares, fold_redundant
-from dynorm.fold.rewrites import fold_affine, fold_centers, fold_means
+from dynorm.fold.redundant import MeanSquares, decide_redundant
+from dynorm.fold.rewrites import decide_affine, decide_learned_centers, decide_means
 from dynorm.fold.site import SiteFold
-from dynorm.fold.through import RescaledStream, fold_through
+from dynorm.fold.through import RescaledStream, decide_rescaling
 from dynorm.fold.values import NewValues, new_values
 from dynorm.stream.capture import Graph
 from dynorm.stream.feeds import bias_before
@@ -69,10 +69,10 @@ def planned(
         fold.shared = _shared(fold, graph.slots)
     folds, rescaled = _affine_plan(sites, options)
     if options.center:
-        fold_means(folds, options.center_partly)
-    fold_centers(folds)
+        decide_means(folds, options.center_partly)
+    decide_learned_centers(folds)
     if squares is not None:
-        fold_redundant(folds, squares, options.redundant)
+        decide_redundant(folds, squares, options.redundant)
     return Plan(graph.slots, folds, rescaled, new_values(folds, rescaled))
 
 
@@ -81,8 +81,8 @@ def _affine_plan(
 ) -> tuple[list[SiteFold], list[RescaledStream]]:
     """Decide where weights, biases and whole linear layers go.
 
-    A linear layer that cannot go as a whole gives its readers what any other layer would. Others
-    may depend on it, so all are then decided again.
+    A linear layer that cannot be removed as a whole gives its readers what any other layer would.
+    Others may depend on it, so all are then decided again.
     """
     # Why each linear layer stays.
     stays: dict[int, str] = {}
@@ -90,32 +90,33 @@ def _affine_plan(
         # In training it would write into the input of an identity before it.
         stays = dict.fromkeys(range(len(sites)), "a dropout of the model works in place")
     while True:
-        folds = _as_lines(sites, stays) if options.affine else list(map(replace, sites))
-        fold_affine(folds, options.affine, options.add_bias)
-        rescaled = fold_through(folds)
-        kept = {}
+        folds = _copies(sites, options.affine, stays)
+        decide_affine(folds, options.affine, options.add_bias)
+        rescaled = decide_rescaling(folds)
+        stays_too = {}
         for index, fold in enumerate(folds):
-            if fold.goes and not (fold.is_absorbed or fold.through):
-                kept[index] = fold.kept or ""
-        if not kept:
+            if fold.is_line and not (fold.is_absorbed or fold.by_rescaling):
+                stays_too[index] = fold.affine_refused or ""
+        if not stays_too:
             return folds, rescaled
-        stays |= kept
+        stays |= stays_too
 
 
-def _as_lines(
+def _copies(
     sites: Sequence[SiteFold],
+    affine: bool,
     stays: Mapping[int, str],
 ) -> list[SiteFold]:
-    """Return a copy of each site, as a line if it is a linear layer that may go as a whole."""
+    """Return a copy of each site, as a line if it is a linear layer that may be removed as a whole."""
     folds = []
     for index, fold in enumerate(sites):
-        if fold.line is None or not fold.keeps_dtype:
+        if not affine or fold.line is None or not fold.keeps_dtype:
             folds.append(replace(fold))
         elif index in stays:
-            folds.append(replace(fold, left_because=stays[index]))
+            folds.append(replace(fold, remains_because=stays[index]))
         else:
             weight, bias = fold.line
-            folds.append(replace(fold, goes=True, weight=weight, bias=bias, scale=1.0))
+            folds.append(replace(fold, is_line=True, weight=weight, bias=bias, scale=1.0))
     return folds
 
 

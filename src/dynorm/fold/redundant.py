@@ -1,4 +1,4 @@
-"""A norm that feeds nothing but norms goes as a whole.
+"""A norm that feeds nothing but norms is removed as a whole.
 
 In norm_2(W norm_1(x)), norm_1 divides a token by s, s^2 = mean(x^2) + eps_1. Without it the outputs
 of norm_2 are sqrt((m + eps_2) / (m + eps_2 / s^2)) times their old values, where m is the mean
@@ -38,16 +38,18 @@ class _Trace:
     after_product: bool  # a product has read the norm
 
 
-def fold_redundant(folds: Sequence[SiteFold], squares: MeanSquares, accepted: float) -> None:
+def decide_redundant(folds: Sequence[SiteFold], squares: MeanSquares, accepted: float) -> None:
     """Decide for each norm whether it feeds only norms, whose outputs hardly change without it."""
-    # In the order of the calls: of norms in a row the first goes, and the next one has to stay.
+    # In the order of the calls: of norms in a row the first is removed, and the next one stays.
     needed: set[SiteFold] = set()
     for fold in folds:
         if not fold.chosen or fold.site.kind not in NORMS:
             continue
         try:
             followers = _norms_fed(folds, fold)
-            _require_not_in_a_row(fold, followers, needed)
+            a_follower_goes = any(f is fold or f.redundant.state == FOLDED for f in followers)
+            if fold in needed or a_follower_goes:
+                raise RefusedError("of norms in a row only every other one can go")
             change = max(_change(fold, norm, squares) for norm in followers)
             if change > accepted:
                 raise RefusedError(f"an eps after it would change outputs by up to {change:.1e}")
@@ -57,15 +59,6 @@ def fold_redundant(folds: Sequence[SiteFold], squares: MeanSquares, accepted: fl
         fold.redundant = Rewrite(FOLDED, tuple(norm.path for norm in followers))
         fold.change = change
         needed.update(followers)
-
-
-def _require_not_in_a_row(
-    fold: SiteFold, followers: Sequence[SiteFold], needed: set[SiteFold]
-) -> None:
-    """Check that the norms around it stay."""
-    follower_goes = any(norm.redundant.state == FOLDED or norm is fold for norm in followers)
-    if not followers or fold in needed or follower_goes:
-        raise RefusedError("of norms in a row only every other one can go")
 
 
 def _change(fold: SiteFold, follower: SiteFold, squares: MeanSquares) -> float:
@@ -93,6 +86,7 @@ def _norms_fed(folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFold]:
     todo = []
     for call in fold.calls:
         numbers = torch.arange(math.prod(shape(call)), device="cpu").view(shape(call))
+        # A token's number is that of its first element.
         token_of = numbers.amin(fold.dim % numbers.ndim, keepdim=True)
         todo.append(_Trace(call, token_of.expand(numbers.shape), after_product=False))
     while todo:
@@ -113,19 +107,21 @@ def _norms_fed(folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFold]:
                 # All outputs of a product belong to the token of its inputs.
                 token_of = trace.token_of[..., :1].expand(shape(user))
                 todo.append(_Trace(user, token_of, after_product=True))
+    if not followers:
+        raise RefusedError("no norm follows it")
     return followers
 
 
 def _require_only_division(fold: SiteFold) -> None:
     """Check that a norm without its weight only divides each token by a number."""
-    if fold.kept is not None:
-        raise RefusedError(fold.kept)
+    if fold.affine_refused is not None:
+        raise RefusedError(fold.affine_refused)
     if fold.bias is not None and bool(fold.bias.any()):
         raise RefusedError("its bias is not 0")
     if fold.site.output_dtype is not None:
         raise RefusedError(f"it casts its output to {fold.site.output_dtype}")
     if fold.site.kind == "layernorm" and not fold.becomes_rms:
-        raise RefusedError(f"it takes the mean out: {fold.mean_kept or 'center is off'}")
+        raise RefusedError(f"it takes the mean out: {fold.mean_refused or 'center is off'}")
 
 
 def _norm_over_tokens(folds: Sequence[SiteFold], op: Node, token_of: Tensor) -> SiteFold:
@@ -133,15 +129,11 @@ def _norm_over_tokens(folds: Sequence[SiteFold], op: Node, token_of: Tensor) -> 
     index = norm_index(op)
     if index is not None:
         norm = folds[index]
-        axis = norm.dim % token_of.ndim
-        if norm.site.kind in NORMS and _one_token_per_row(token_of, axis):
+        # Whether all elements along its axis belong to one token.
+        of_one_token = torch.equal(token_of, token_of.roll(1, norm.dim % token_of.ndim))
+        if norm.site.kind in NORMS and of_one_token:
             return norm
     raise RefusedError(f"{where(op)} sees the scale of its tokens")
-
-
-def _one_token_per_row(token_of: Tensor, axis: int) -> bool:
-    """Return whether all elements along an axis belong to one token."""
-    return torch.equal(token_of, token_of.roll(1, axis))
 
 
 def _require_product(fold: SiteFold, user: Node, value: Node) -> None:

@@ -16,7 +16,7 @@ class Rewrite:
     Args:
         state: "folded", "partly folded", "refused", "nothing to fold", or "off" if the caller did not want it.
         into: the parameters that took it over, or "the stream" if all of it was rescaled.
-        reason: why it was refused.
+        reason: why it, or a part of it, stays.
 
     Example:
         >>> print(Rewrite("folded", ("q.weight", "k.weight")))
@@ -29,10 +29,16 @@ class Rewrite:
 
     def __str__(self) -> str:
         """Return it in a few words."""
-        if self.state in (FOLDED, PARTLY):
-            more = f" and {len(self.into) - 3} more" if len(self.into) > 3 else ""
-            return f"{self.state} into {', '.join(self.into[:3])}{more}"
-        return f"refused: {self.reason}" if self.reason else self.state
+        text = self.state
+        if self.into:
+            text += f" into {', '.join(self.into[:3])}"
+        if len(self.into) > 3:
+            text += f" and {len(self.into) - 3} more"
+        if not self.reason:
+            return text
+        if self.state == REFUSED:
+            return f"{text}: {self.reason}"
+        return f"{text}; {self.reason}"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where weight and bias, mean, and centre of each norm go: decided site by site.
+"""Decide where weight and bias, mean, and learned centre of each norm go, site by site.
 
 docs/fold.md has the algebra. ``through.py`` and ``redundant.py`` decide about whole layers.
 """
@@ -13,7 +13,7 @@ from dynorm.stream.operators import RefusedError
 from dynorm.stream.stream import Stream
 
 
-def fold_affine(
+def decide_affine(
     folds: Sequence[SiteFold],
     affine: bool,
     add_bias: bool,
@@ -21,7 +21,7 @@ def fold_affine(
     """Decide for each norm whether its weight and bias can go into everything that reads it."""
     for fold in folds:
         _choose_parts(fold, affine)
-        fold.kept = _obstacle(fold)
+        fold.affine_refused = _obstacle(fold)
     uses: Uses = {}
     for fold in folds:
         for reader in fold.reads:
@@ -31,8 +31,8 @@ def fold_affine(
             try:
                 require_readers(fold, uses, add_bias)
             except RefusedError as refusal:
-                fold.kept = str(refusal)
-    propagate_refusals(folds, uses)
+                fold.affine_refused = str(refusal)
+    _propagate_refusals(folds, uses)
 
 
 def _choose_parts(fold: SiteFold, affine: bool) -> None:
@@ -68,7 +68,7 @@ def _obstacle(fold: SiteFold) -> str | None:
     return None
 
 
-def propagate_refusals(folds: Sequence[SiteFold], uses: Uses) -> None:
+def _propagate_refusals(folds: Sequence[SiteFold], uses: Uses) -> None:
     """Let a norm stay if one that shares a reader with it stays, until nothing changes."""
     changed = True
     while changed:
@@ -76,7 +76,9 @@ def propagate_refusals(folds: Sequence[SiteFold], uses: Uses) -> None:
         for fold in folds:
             neighbour = _neighbour_that_stays(fold, uses) if fold.is_absorbed else None
             if neighbour is not None:
-                fold.kept = f"a reader is shared with {neighbour.path}, which cannot be folded"
+                fold.affine_refused = (
+                    f"a reader is shared with {neighbour.path}, which cannot be folded"
+                )
                 changed = True
 
 
@@ -89,7 +91,7 @@ def _neighbour_that_stays(fold: SiteFold, uses: Uses) -> SiteFold | None:
     return None
 
 
-def fold_means(folds: Sequence[SiteFold], partly: bool) -> None:
+def decide_means(folds: Sequence[SiteFold], partly: bool) -> None:
     """Decide for each LayerNorm whether the means of all streams it is called on can go.
 
     A stream without a mean is the same to a LayerNorm and to an RMSNorm of the same eps. With
@@ -102,32 +104,31 @@ def fold_means(folds: Sequence[SiteFold], partly: bool) -> None:
     for fold in layernorms:
         fold.streams = list(dict.fromkeys(fold.around.before))
         for stream in fold.streams:
-            try:
-                _require_only_layernorms(folds, stream)
-            except RefusedError as refusal:
-                mean_seen_by[stream] = str(refusal)
-            reason = _other_writer(folds, stream) or mean_seen_by.get(stream)
+            seen_by = _other_reader(folds, stream)
+            if seen_by is not None:
+                mean_seen_by[stream] = seen_by
+            reason = _other_writer(folds, stream) or seen_by
             if reason is not None:
                 refusals[stream] = reason
-    # A norm that is not exactly an RMSNorm needs the means of its streams.
+    # Another kind of LayerNorm needs the means of its streams: an RMSNorm would not replace it.
     for fold in layernorms:
-        if not fold.is_exact_rms:
+        if not fold.is_plain_layernorm:
             for stream in fold.streams:
                 refusals.setdefault(stream, f"{fold.path} is not a LayerNorm to the last digits")
     for fold in layernorms:
         for stream in fold.streams:
-            if fold.mean_kept is None:
-                fold.mean_kept = refusals.get(stream)
-        if partly and fold.chosen and fold.mean_kept is not None:
-            fold.partly_centred = [
+            if fold.mean_refused is None:
+                fold.mean_refused = refusals.get(stream)
+        if partly and fold.chosen and fold.mean_refused is not None:
+            fold.partly_mean_free = [
                 stream for stream in fold.streams if stream not in mean_seen_by and stream.writes
             ]
 
 
 def _other_writer(folds: Sequence[SiteFold], stream: Stream) -> str | None:
     """Return why some of the means stay: a writer is not linear."""
-    if stream.writers_unknown is not None:
-        return stream.writers_unknown
+    if stream.nonlinear_writer is not None:
+        return stream.nonlinear_writer
     if stream.norms_before:
         norm = folds[stream.norms_before[0].index]
         return (
@@ -137,27 +138,24 @@ def _other_writer(folds: Sequence[SiteFold], stream: Stream) -> str | None:
     return None
 
 
-def _require_only_layernorms(folds: Sequence[SiteFold], stream: Stream) -> None:
-    """Check that means can be taken out of what writes into a stream: only LayerNorms see them."""
+def _other_reader(folds: Sequence[SiteFold], stream: Stream) -> str | None:
+    """Return why no writer can lose its mean: something other than LayerNorms sees it."""
     if stream.two_axes is not None:
-        raise RefusedError(stream.two_axes)
+        return stream.two_axes
     for use in stream.norms_after:
         norm = folds[use.index]
         if norm.site.kind != "layernorm" or not use.over_channels:
-            raise RefusedError(f"{norm.path} sees its mean")
+            return f"{norm.path} sees its mean"
     if stream.read_by is not None:
-        raise RefusedError(f"{stream.read_by} sees its mean")
+        return f"{stream.read_by} sees its mean"
     if stream.is_returned:
-        raise RefusedError("the model returns it, with its mean")
-    if stream.writers_shared is not None:
-        raise RefusedError(stream.writers_shared)
+        return "the model returns it, with its mean"
+    return stream.shared_writer
 
 
-def fold_centers(folds: Sequence[SiteFold]) -> None:
+def decide_learned_centers(folds: Sequence[SiteFold]) -> None:
     """Decide for each learned centre of a point-wise layer whether a bias before can take it."""
     for fold in folds:
-        if fold.center is None or fold.goes or not fold.chosen or not fold.calls:
+        if fold.learned_center is None or fold.is_line or not fold.chosen or not fold.calls:
             continue
-        fold.center_into = fold.bias_before
-        if fold.center_into is None:
-            fold.center_kept = fold.no_bias_before
+        fold.learned_center_into = fold.bias_before

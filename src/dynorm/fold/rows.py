@@ -36,15 +36,15 @@ def row_of(fold: SiteFold, options: Options) -> FoldedSite:
 
 
 def _affine_row(fold: SiteFold) -> Rewrite:
-    if fold.through:
-        if fold.left is None:
+    if fold.by_rescaling:
+        if fold.remaining_weight is None:
             return Rewrite(FOLDED, ("the stream",))
-        return _refused(f"a factor per channel stays: {fold.left_because}")
+        return _refused(f"a factor per channel stays: {fold.remains_because}")
     is_empty = fold.weight is None and fold.bias is None
-    if fold.kept is not None:
+    if fold.affine_refused is not None:
         if is_empty and fold.refused is None and not fold.is_pointwise:
             return Rewrite(NOTHING)
-        return _refused(fold.kept)
+        return _refused(fold.affine_refused)
     if is_empty or not fold.is_absorbed:
         return Rewrite(NOTHING)
     return Rewrite(FOLDED, _weights_of_readers(fold))
@@ -55,11 +55,11 @@ def _mean_row(fold: SiteFold) -> Rewrite:
         if fold.refused is not None and not fold.site.kind:
             return _refused(fold.refused)
         return Rewrite(NOTHING)
-    if fold.partly_centred:
-        return Rewrite(PARTLY, _names_of_writers(fold.partly_centred), fold.mean_kept)
+    if fold.partly_mean_free:
+        return Rewrite(PARTLY, _names_of_writers(fold.partly_mean_free), fold.mean_refused)
     if not fold.becomes_rms:
         uncalled = "never called while the model was traced"
-        return _refused(fold.mean_kept or fold.refused or uncalled)
+        return _refused(fold.mean_refused or fold.refused or uncalled)
     return Rewrite(FOLDED, _names_of_writers(fold.streams))
 
 
@@ -67,18 +67,20 @@ def _constants_row(fold: SiteFold) -> Rewrite:
     into: tuple[str, ...] = ()
     if fold.scale != 1 and fold.is_absorbed:
         into = _weights_of_readers(fold)
-    if fold.center_into is not None and not fold.through:
-        into = (*into, fold.center_into.slot.name)
+    if fold.learned_center_into is not None and not fold.by_rescaling:
+        into = (*into, fold.learned_center_into.slot.name)
     stays = None
-    if fold.left_because and not fold.through:
-        stays = f"its slope stays: {fold.left_because}"
+    if fold.remains_because and not fold.by_rescaling:
+        stays = f"its slope stays: {fold.remains_because}"
     if into:
         return Rewrite(FOLDED, into, stays)
     if fold.is_gone:
         return Rewrite(NOTHING, reason=stays)
-    reason = fold.center_kept or stays
+    reason = stays
+    if fold.learned_center is not None and fold.learned_center_into is None:
+        reason = fold.no_bias_before or stays
     if reason is None and fold.scale != 1:
-        reason = fold.kept
+        reason = fold.affine_refused
     if reason is None:
         return Rewrite(NOTHING)
     return _refused(reason)

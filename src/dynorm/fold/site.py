@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from dynorm.find.tokens import (
     plain_arithmetic,
     plain_copy,
 )
-from dynorm.fold.check import Wide, relative_error
+from dynorm.fold.check import WideCasts, relative_error
 from dynorm.fold.report import FOLDED, OFF, Rewrite
 from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
 from dynorm.replace.convert import Globs
@@ -38,8 +38,8 @@ _SCALES = (1e-3, 1.0, 1e3)
 class SiteFold:
     """One norm or point-wise layer as plain values, and the fold there; the model is not needed.
 
-    It computes ``weight * scale * core(x - centre) + bias``. A linear layer that goes as a whole is
-    a line: ``weight * x + bias``.
+    It computes ``weight * scale * core(x - centre) + bias``. A linear layer that may be removed as a
+    whole is a line: ``weight * x + bias``. A field ``..._refused`` is the reason why a part stays.
     """
 
     site: NormSite
@@ -54,7 +54,9 @@ class SiteFold:
     line: tuple[Tensor, Tensor | None] | None = None  # a linear layer's weight and bias of x
     kept_dtypes: frozenset[torch.dtype] = frozenset()  # inputs of these come out as they came
     is_exact: bool = False  # it is its neutral form times weight plus bias, to the last digits
-    is_exact_rms: bool = False  # of inputs without a mean it is the RMSNorm, to the last digits
+    # It is (x - mean) / sqrt(var + eps) * weight + bias, to the last digits. For inputs without a
+    # mean that is an RMSNorm with the same eps.
+    is_plain_layernorm: bool = False
 
     # On the graph; empty if it is not traced or never called.
     around: Surroundings = field(default_factory=Surroundings)
@@ -66,26 +68,25 @@ class SiteFold:
     with_affine: bool = False  # weight and bias go too, not only the scale
     factor: Tensor | None = None  # the part of weight and scale that goes; None for 1
     shift: Tensor | None = None  # the part of the bias that goes; None for 0
-    kept: str | None = None  # why factor and shift stay
+    affine_refused: str | None = None
 
     # The mean of a LayerNorm, out of the streams that it is called on.
     streams: list[Stream] = field(default_factory=list)
-    mean_kept: str | None = None  # why the mean stays
+    mean_refused: str | None = None
     # Those whose linear writers lose their means, although others keep theirs.
-    partly_centred: list[Stream] = field(default_factory=list)
+    partly_mean_free: list[Stream] = field(default_factory=list)
 
     # The learned centre of a point-wise layer, in float64, into a bias or a table before it.
-    center: Tensor | None = None
-    center_into: Write | None = None
-    center_kept: str | None = None  # why the centre stays
+    learned_center: Tensor | None = None
+    learned_center_into: Write | None = None
 
-    # A linear layer without witnesses may go as a whole.
-    goes: bool = False
-    through: bool = False  # it goes because the stream that it reads and writes is rescaled
-    left: Tensor | None = None  # the part of its weight that must stay
-    left_because: str = ""
+    # A linear layer without witnesses may be removed as a whole.
+    is_line: bool = False  # weight and bias are those of ``line``
+    by_rescaling: bool = False  # removed by rescaling the stream that it reads and writes
+    remaining_weight: Tensor | None = None  # the part of its weight that must stay
+    remains_because: str = ""  # why that part, or the whole layer, stays
 
-    # A norm that feeds only norms may go as a whole.
+    # A norm that feeds only norms may be removed as a whole.
     redundant: Rewrite = field(default_factory=lambda: Rewrite(OFF))
     change: float = 0.0  # the largest relative change of the outputs of these norms
 
@@ -122,24 +123,26 @@ class SiteFold:
     @property
     def is_absorbed(self) -> bool:
         """Return whether its factor or shift goes into the readers."""
-        return self.kept is None and (self.factor is not None or self.shift is not None)
+        return self.affine_refused is None and (self.factor is not None or self.shift is not None)
 
     @property
     def is_gone(self) -> bool:
         """Return whether nothing of it stays."""
-        is_gone_line = self.goes and self.left is None and (self.through or self.is_absorbed)
-        return is_gone_line or self.redundant.state == FOLDED
+        if self.redundant.state == FOLDED:
+            return True
+        is_removed = self.is_line and (self.by_rescaling or self.is_absorbed)
+        return is_removed and self.remaining_weight is None
 
     @property
     def becomes_rms(self) -> bool:
         """Return whether it is a LayerNorm that becomes an RMSNorm."""
-        return bool(self.chosen and self.streams and self.mean_kept is None)
+        return bool(self.chosen and self.streams and self.mean_refused is None)
 
     @property
     def is_changed(self) -> bool:
         """Return whether the fold changes anything here."""
-        is_moved = self.is_absorbed or self.through or self.center_into is not None
-        return is_moved or self.becomes_rms or self.is_gone or bool(self.partly_centred)
+        is_moved = self.is_absorbed or self.by_rescaling or self.learned_center_into is not None
+        return is_moved or self.becomes_rms or self.is_gone or bool(self.partly_mean_free)
 
 
 def site_folds(
@@ -193,13 +196,14 @@ def _site_fold(site: NormSite, module: nn.Module, chosen: bool) -> SiteFold:
     if isinstance(module, PointwiseNorm):
         fold.scale = module.scale
         if module.center is not None:
-            fold.center = double(module.center).expand(site.normalized_shape)
+            fold.learned_center = double(module.center).expand(site.normalized_shape)
         if type(module) is LinearControl and not module.witness_channels and chosen:
             fold.line = _line(fold, module.log_beta)
         fold.kept_dtypes = _kept_dtypes(module)
     else:
         fold.is_exact = is_exact(fold, module)
-        fold.is_exact_rms = site.kind == "layernorm" and is_exact(fold, module, as_rms=True)
+        if site.kind == "layernorm":
+            fold.is_plain_layernorm = is_exact(fold, module, as_layernorm=True)
     return fold
 
 
@@ -242,8 +246,8 @@ def _line(fold: SiteFold, log_beta: Tensor) -> tuple[Tensor, Tensor | None]:
     slope = (fold.scale * log_slope.exp()).expand(fold.site.normalized_shape)
     weight = slope if fold.weight is None else slope * fold.weight
     bias = fold.bias
-    if fold.center is not None:
-        moved = weight * fold.center
+    if fold.learned_center is not None:
+        moved = weight * fold.learned_center
         bias = -moved if bias is None else bias - moved
     return weight, bias
 
@@ -255,11 +259,11 @@ def _kept_dtypes(layer: PointwiseNorm) -> frozenset[torch.dtype]:
     return frozenset(dtype for dtype in _DTYPES if layer.returned_dtype(dtype) == dtype)
 
 
-def is_exact(fold: SiteFold, module: nn.Module, *, as_rms: bool = False) -> bool:
+def is_exact(fold: SiteFold, module: nn.Module, *, as_layernorm: bool = False) -> bool:
     """Return whether a norm is a neutral norm times weight plus bias, to the last digits.
 
-    The neutral norm is a copy with weight 1 and bias 0. With ``as_rms`` it is the formula of the
-    RMSNorm that takes the place of a LayerNorm, after its mean.
+    The neutral norm is a copy with weight 1 and bias 0; with ``as_layernorm``, the formula of
+    LayerNorm.
     """
     rank = len(fold.site.input_shape)
     axis = fold.dim % rank
@@ -269,19 +273,17 @@ def is_exact(fold: SiteFold, module: nn.Module, *, as_rms: bool = False) -> bool
     for tensor in named_tensors(module).values():
         device = tensor.device
         break
-    copies = []
     try:
         # In float64 only.
-        with Wide(), plain_arithmetic():
-            for _ in range(2):
-                copied = plain_copy(module, torch.float64)
-                copies.append(TokenFunction(copied, tuple(sizes), (axis,), torch.float64, device))
-            norm, neutral = copies
+        with WideCasts(), plain_arithmetic():
+            copied = plain_copy(module, torch.float64)
+            norm = TokenFunction(copied, tuple(sizes), (axis,), torch.float64, device)
+            neutral = replace(norm, module=plain_copy(module, torch.float64))
             for name, tensor, offset in _tensors(fold.site, neutral.module):
                 tensor.fill_((1.0 if name == "weight" else 0.0) - offset)
             for scale in _SCALES:
                 tokens = norm.sample(scale, seed=0)
-                if as_rms:
+                if as_layernorm:
                     expected = core(tokens, "layernorm", fold.site.eps)
                 else:
                     expected = neutral(tokens)

@@ -1,4 +1,4 @@
-"""Linear layers whose output is the residual stream: they go by rescaling the stream.
+"""Linear layers whose output is the residual stream: they are removed by rescaling the stream.
 
 Every value v of the stream is kept as v / d, with one factor d per channel. Readers multiply by d,
 and writers divide by it. A linear layer, y = a x + b, is the identity if d_after = a * d_before,
@@ -46,10 +46,10 @@ class ScaleGroup:
                 return member.refused
         return None
 
-    def scale(self, ratio: Tensor) -> None:
+    def scale(self, by: Tensor) -> None:
         """Multiply all factors."""
         for member in self.members:
-            member.factor = member.factor * ratio
+            member.factor = member.factor * by
 
     def merge(self, other: "ScaleGroup") -> None:
         """Take over the members of another group."""
@@ -58,20 +58,20 @@ class ScaleGroup:
             member.group = self
 
 
-def fold_through(folds: Sequence[SiteFold]) -> list[RescaledStream]:
-    """Let the linear layers go whose readers cannot take them over; return the rescaled streams."""
+def decide_rescaling(folds: Sequence[SiteFold]) -> list[RescaledStream]:
+    """Choose the linear layers to remove by rescaling; return the rescaled streams."""
     for fold in folds:
-        if fold.goes and not fold.is_absorbed and fold.calls:
-            _place_constant(fold)
+        if fold.is_line and not fold.is_absorbed and fold.calls:
+            _choose_rescaling(fold)
     rescaled: dict[Stream, RescaledStream] = {}
     for fold in folds:
-        if fold.through:
-            ends = []
-            for stream in (fold.around.before[0], fold.around.after[0]):
+        if fold.by_rescaling:
+            before = fold.around.before[0]
+            after = fold.around.after[0]
+            for stream in (before, after):
                 if stream not in rescaled:
                     rescaled[stream] = _rescalable(folds, stream)
-                ends.append(rescaled[stream])
-            _join(fold, *ends)
+            _join(fold, rescaled[before], rescaled[after])
     for part in rescaled.values():
         for taker in part.takers:
             assert taker.factor is not None
@@ -79,45 +79,47 @@ def fold_through(folds: Sequence[SiteFold]) -> list[RescaledStream]:
     return [part for part in rescaled.values() if bool((part.factor != 1).any())]
 
 
-def _place_constant(fold: SiteFold) -> None:
-    """Check that a linear layer can go through its stream, and find a place for its constant."""
+def _choose_rescaling(fold: SiteFold) -> None:
+    """Choose to remove a linear layer by rescaling, and the bias that takes its constant.
+
+    If that is impossible, note the reason.
+    """
     assert fold.weight is not None
-    try:
-        zeros = (fold.weight == 0).nonzero().flatten().tolist()
-        if zeros:
-            raise RefusedError(
-                f"its weight is 0 in channel {zeros[0]}, which no factor before it undoes"
-            )
-        if len(fold.calls) != 1:
-            raise RefusedError("the layer is called several times")
-        fold.center = None
-        fold.center_into = None
-        if fold.bias is not None:
-            # a x + b = a (x - c) with this centre.
-            fold.center = -fold.bias / fold.weight
-            if fold.bias_before is None:
-                raise RefusedError(fold.no_bias_before)
-            fold.center_into = fold.bias_before
-        fold.through = True
-    except RefusedError as refusal:
-        fold.kept = f"{fold.kept}; {refusal}"
+    zeros = (fold.weight == 0).nonzero().flatten().tolist()
+    obstacle = None
+    if zeros:
+        obstacle = f"its weight is 0 in channel {zeros[0]}, which no factor before it undoes"
+    elif len(fold.calls) != 1:
+        obstacle = "the layer is called several times"
+    elif fold.bias is not None and fold.bias_before is None:
+        obstacle = fold.no_bias_before
+    if obstacle is not None:
+        fold.affine_refused = f"{fold.affine_refused}; {obstacle}"
+        return
+    fold.by_rescaling = True
+    fold.learned_center = None
+    if fold.bias is not None:
+        # a x + b = a (x - c) with this centre.
+        fold.learned_center = -fold.bias / fold.weight
+        fold.learned_center_into = fold.bias_before
 
 
 def _join(fold: SiteFold, before: RescaledStream, after: RescaledStream) -> None:
     """Make a linear layer the identity by the factors of the streams on both sides of it."""
     assert fold.weight is not None
-    ratio = fold.weight * before.factor / after.factor
+    # The layer is the identity if this is 1.
+    mismatch = fold.weight * before.factor / after.factor
     one_group = before.group is after.group
     if one_group or (before.group.refused and after.group.refused):
-        fold.left = ratio
+        fold.remaining_weight = mismatch
         reasons = dict.fromkeys([before.group.refused, after.group.refused])
         words = [reason for reason in reasons if reason is not None]
-        fold.left_because = "; ".join(words) or "its two ends belong to the same rescaled stream"
+        fold.remains_because = "; ".join(words) or "its two ends belong to the same rescaled stream"
         return
     if after.group.refused:
-        before.group.scale(1 / ratio)
+        before.group.scale(1 / mismatch)
     else:
-        after.group.scale(ratio)
+        after.group.scale(mismatch)
     before.group.merge(after.group)
 
 
@@ -125,17 +127,17 @@ def _rescalable(folds: Sequence[SiteFold], stream: Stream) -> RescaledStream:
     """Return a stream with its norms, or with the reason why its factor must stay."""
     rescaled = RescaledStream(stream)
     try:
-        if stream.writers_unknown is not None:
-            raise RefusedError(stream.writers_unknown)
+        if stream.nonlinear_writer is not None:
+            raise RefusedError(stream.nonlinear_writer)
         for use in stream.norms_before:
             _add_writer(rescaled, folds[use.index], use.over_channels)
         for use in stream.norms_after:
             _add_taker(rescaled, folds[use.index], use.over_channels)
-        if stream.readers_unknown is not None:
-            raise RefusedError(stream.readers_unknown)
+        if stream.nonlinear_reader is not None:
+            raise RefusedError(stream.nonlinear_reader)
         if stream.is_returned:
             raise RefusedError("the model returns it")
-        for shared in (stream.writers_shared, stream.readers_shared):
+        for shared in (stream.shared_writer, stream.shared_reader):
             if shared is not None:
                 raise RefusedError(shared)
         for norm in rescaled.norms:
@@ -156,7 +158,7 @@ def _add_writer(rescaled: RescaledStream, norm: SiteFold, over_channels: bool) -
             f"written by the norm {norm.path}, which has no weight that could take a factor"
         )
     # The factors on both sides make a layer that goes the identity.
-    if not norm.through and norm not in rescaled.norms:
+    if not norm.by_rescaling and norm not in rescaled.norms:
         if norm.shared is not None:
             raise RefusedError(norm.shared)
         rescaled.norms.append(norm)
@@ -164,9 +166,9 @@ def _add_writer(rescaled: RescaledStream, norm: SiteFold, over_channels: bool) -
 
 def _add_taker(rescaled: RescaledStream, norm: SiteFold, over_channels: bool) -> None:
     """Add a linear layer that reads the stream, and whose readers take the factor."""
-    if not over_channels or not norm.goes:
+    if not over_channels or not norm.is_line:
         raise RefusedError(f"read by {norm.path}, which stays")
-    if not norm.through and norm not in rescaled.takers:
+    if not norm.by_rescaling and norm not in rescaled.takers:
         rescaled.takers.append(norm)
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from dynorm.fold.site import SiteFold
 from dynorm.fold.through import RescaledStream
-from dynorm.stream.channels import along
-from dynorm.stream.graph import Slot
+from dynorm.stream.channels import laid_along
+from dynorm.stream.graph import Slot, double
 from dynorm.stream.stream import Stream
 
 
@@ -26,11 +26,11 @@ class NewValues:
 
     def value(self, slot: Slot) -> Tensor:
         """Return the value of a parameter so far."""
-        return self.values[slot] if slot in self.values else slot.double()
+        return self.values[slot] if slot in self.values else double(slot.tensor)
 
     def scale(self, slot: Slot, factor: Tensor, axis: int) -> None:
         """Multiply a parameter along an axis, and the bias that is added to its layer."""
-        self.values[slot] = self.value(slot) * along(factor, axis, slot.tensor.ndim)
+        self.values[slot] = self.value(slot) * laid_along(factor, axis, slot.tensor.ndim)
         if slot in self.added:
             self.added[slot] = self.added[slot] * factor
 
@@ -42,7 +42,7 @@ class NewValues:
         """Add to the bias that the layer of a weight is given."""
         self.added[slot] = self.added.get(slot, 0) + amount
 
-    def fold_affine(self, folds: Sequence[SiteFold]) -> None:
+    def scale_readers(self, folds: Sequence[SiteFold]) -> None:
         """Put the factors and shifts of norms into their readers."""
         # Norms that share a reader have the same factor and shift, which go in once.
         done = set()
@@ -56,27 +56,27 @@ class NewValues:
                 done.add((weight, bias))
                 # From the old weight, so that one that is read with two biases is scaled once.
                 if fold.factor is not None:
-                    self.values[weight] = reader.scaled(weight.double(), fold.factor)
+                    self.values[weight] = reader.scaled(double(weight.tensor), fold.factor)
                 if fold.shift is not None:
-                    constant = reader.constant(weight.double(), fold.shift)
+                    constant = reader.constant(double(weight.tensor), fold.shift)
                     if bias is None:
                         self.added[weight] = constant
                     else:
                         self.shift(bias, constant)
 
-    def remove_centers(self, folds: Sequence[SiteFold]) -> None:
+    def move_learned_centers(self, folds: Sequence[SiteFold]) -> None:
         """Put the learned centres of layers into the biases before them."""
         for fold in folds:
-            write = fold.center_into
-            if write is None or fold.center is None:
+            write = fold.learned_center_into
+            if write is None or fold.learned_center is None:
                 continue
             if write.is_new:
-                self.add_bias(write.slot, -fold.center)
+                self.add_bias(write.slot, -fold.learned_center)
             else:
-                center = along(fold.center, write.axis, write.slot.tensor.ndim)
+                center = laid_along(fold.learned_center, write.axis, write.slot.tensor.ndim)
                 self.shift(write.slot, -center)
 
-    def center_writers(self, streams: Sequence[Stream]) -> None:
+    def remove_means(self, streams: Sequence[Stream]) -> None:
         """Take the means out of everything that writes into some streams."""
         done = set()
         for stream in streams:
@@ -86,7 +86,7 @@ class NewValues:
                 done.add(write.slot)
                 if write.gain is not None:
                     # The mean to take out is that of the scaled outputs.
-                    gain = write.gain.double()
+                    gain = double(write.gain.tensor)
                     self.scale(write.slot, gain, write.axis)
                     self.values[write.gain] = torch.ones_like(gain)
                 value = self.value(write.slot)
@@ -114,14 +114,14 @@ class NewValues:
 def new_values(folds: Sequence[SiteFold], rescaled: Sequence[RescaledStream]) -> NewValues:
     """Return the new values of all parameters that a fold changes."""
     new = NewValues()
-    new.fold_affine(folds)
-    new.remove_centers(folds)
+    new.scale_readers(folds)
+    new.move_learned_centers(folds)
     streams: dict[Stream, None] = {}
     for fold in folds:
         if fold.becomes_rms:
             streams.update(dict.fromkeys(fold.streams))
-        streams.update(dict.fromkeys(fold.partly_centred))
-    new.center_writers(list(streams))
+        streams.update(dict.fromkeys(fold.partly_mean_free))
+    new.remove_means(list(streams))
     # Last, because the mean to take out is that of the channels before a factor divides each.
     for part in rescaled:
         new.rescale(part)

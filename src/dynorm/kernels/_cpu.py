@@ -140,12 +140,13 @@ def serve_gradients(
     native = _native()
     if native is None:
         return None
+    rest = (form.function, form.logarithmic, form.scale, form.channels)
     results: tuple[Tensor | None, ...] | None
     if form.witnesses:
-        results = native.serve_gradients(grad, inputs, needed, *form[:4], form.witnesses)
+        results = native.serve_gradients(grad, inputs, needed, *rest, form.witnesses)
         return results
     # Without witnesses the C++ side knows no log_gain.
-    results = native.serve_gradients(grad, inputs[:-1], needed[:-1], *form[:4])
+    results = native.serve_gradients(grad, inputs[:-1], needed[:-1], *rest)
     if results is None:
         return None
     return (*results, None)

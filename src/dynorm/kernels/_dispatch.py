@@ -136,6 +136,7 @@ def fast_path(
     if y is True:
         form = _form(function, logarithmic, scale, math.prod(shape), 1, witnesses)
         return record(form, x, *parameters)
+    # Log once what computes the layers.
     serving("cpu")
     return y
 
@@ -224,15 +225,15 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        form, inputs, needed = ctx.form, ctx.saved_tensors, ctx.needs_input_grad
+        form, inputs = ctx.form, ctx.saved_tensors
         if form.inner == 1:
-            gradients = _cpu.serve_gradients(form, grad, inputs, needed)
+            gradients = _cpu.serve_gradients(form, grad, inputs, ctx.needs_input_grad)
             if gradients is not None:
                 return gradients
         x = inputs[0]
         parameters = Parameters(*inputs[1:])
-        # The gradients of x and the parameters; the form has none.
-        needed = needed[1:]
+        # For x and the parameters; the form has no gradient.
+        needed = ctx.needs_input_grad[1:]
         # A second derivative is wanted, or something watches; is_grads_batched brings tensors
         # without memory.
         batched = torch._C._functorch.is_legacy_batchedtensor(grad)

@@ -78,7 +78,7 @@ def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
         if isinstance(placement, Shard) and placement.dim in axes:
             require_pointwise(layer)
             axis = axes.index(placement.dim)
-            size = share(channels.shape[axis], mesh.size(position))
+            size = channels_per_rank(channels.shape[axis], mesh.size(position))
             channels = channels.narrow(axis, size * mesh.get_local_rank(position), size)
             groups.append(mesh.get_group(position))
     parameters: dict[str, Tensor | None] = {}
@@ -109,7 +109,7 @@ def require_pointwise(layer: PointwiseNorm) -> None:
         )
 
 
-def share(size: int, ranks: int) -> int:
+def channels_per_rank(size: int, ranks: int) -> int:
     """Return the number of channels of one rank; all ranks must have the same number."""
     if size % ranks:
         raise ArgumentError(
@@ -187,12 +187,13 @@ def _with_witnesses(
     squares = clamped(u[..., positions]).double().square()
     total = (squares * upcast(log_gain).double().exp()).sum(-1, keepdim=True)
     # A root has no second derivative at 0.
-    sizes = (total + _TINY).sqrt().to(u.dtype)
-    rank = 0
+    roots = (total + _TINY).sqrt().to(u.dtype)
+    # The place of this rank's number among those gathered so far.
+    place = 0
     for group in groups:
-        rank += group.rank() * sizes.shape[-1]
-        sizes = _Gathered.apply(sizes, group)  # type: ignore[no-untyped-call]
-    others = torch.cat([sizes[..., :rank], sizes[..., rank + 1 :]], -1)
+        place += group.rank() * roots.shape[-1]
+        roots = _Gathered.apply(roots, group)  # type: ignore[no-untyped-call]
+    others = torch.cat([roots[..., :place], roots[..., place + 1 :]], -1)
     appended = range(len(channels), len(channels) + others.shape[-1])
 
     def padded(parameter: Tensor) -> Tensor:
@@ -204,7 +205,7 @@ def _with_witnesses(
     if len(twin.constants) > 1:
         second_constant = padded(getattr(twin, twin.constants[1]))
     weight = twin.factor()
-    # The center has been subtracted.
+    # The centre has been subtracted.
     parameters = Parameters(
         padded(getattr(twin, twin.constants[0])),
         second_constant,

@@ -25,7 +25,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import PointwiseNorm
-from dynorm.parallel.shards import is_channelwise, on_shards, require_pointwise, share
+from dynorm.parallel.shards import (
+    channels_per_rank,
+    is_channelwise,
+    on_shards,
+    require_pointwise,
+)
 from dynorm.ranks import Ranks
 from dynorm.replace.converted import dynorm_layers
 
@@ -151,7 +156,8 @@ class PointwiseParallel(ParallelStyle):
             return None
         require_pointwise(module)
         axis = dims.index(self.input_layouts.dim)
-        share(module.normalized_shape[axis], mesh.size())
+        # It is an error if the ranks cannot share them.
+        channels_per_rank(module.normalized_shape[axis], mesh.size())
         return axis
 
 

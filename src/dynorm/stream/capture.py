@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from dynorm.batches import Inputs
 from dynorm.errors import DynormError, ModelError
-from dynorm.stream.graph import Owner, Slot, leaves, norm_index, packet
+from dynorm.stream.graph import Owner, Slot, leaves_of, norm_index, packet
 from dynorm.stream.tensors import held_tensors, mapped, tensors_in
 
 if TYPE_CHECKING:
@@ -191,15 +191,15 @@ def _slots(
     # Only parameters are untied; a buffer stays one tensor.
     is_buffer = any(owner.table is owner.module._buffers for owner in nodes)
     if untie and not overlaps and not is_buffer:
-        return [Slot(tensor, [owner], owner_nodes) for owner, owner_nodes in nodes.items()]
+        return [Slot(tensor, [owner], nodes[owner]) for owner in nodes]
     hint = "" if len(nodes) == 1 or untie or is_buffer else ": pass untie=True"
-    all_nodes = itertools.chain.from_iterable(nodes.values())
-    slot = Slot(tensor, list(nodes), list(all_nodes), overlaps, hint)
+    all_nodes = list(itertools.chain.from_iterable(nodes.values()))
+    slot = Slot(tensor, list(nodes), all_nodes, is_shared=overlaps, hint=hint)
     if overlaps:
         slot.fixed = f"{slot.name} shares its memory with another tensor of the model"
     elif len(nodes) > 1:
         for owner, owner_nodes in nodes.items():
-            if not any(map(leaves, owner_nodes)):
+            if not any(map(leaves_of, owner_nodes)):
                 slot.fixed = f"{slot.name} is {owner} too, which the example does not use{hint}"
                 break
     return [slot]

@@ -100,9 +100,9 @@ def moved_like(node: Node, source: Node, substitute: Tensor) -> Tensor:
         return torch.zeros(shape(value), dtype=torch.long, device="cpu")
 
     assert callable(op.target)
-    result = op.target(*map_arg(op.args, tried), **map_arg(op.kwargs, tried))
-    moved: Tensor = result if part is None else result[part]
-    return moved
+    results = op.target(*map_arg(op.args, tried), **map_arg(op.kwargs, tried))
+    result: Tensor = results if part is None else results[part]
+    return result
 
 
 def came_from(
@@ -171,7 +171,8 @@ def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
     """Return whether a view would mix tokens and channels if an axis of length 1 were longer.
 
     It would if such an axis changes sides with the channels, or if a permutation moved it to the
-    other side and the view then merges it with another axis.
+    other side and the view then merges it with another axis. An example: one token (1, C) is
+    transposed to (C, 1) and viewed as (C,). With T tokens the view is (C * T,), which mixes both.
     """
     sizes = shape(source)
     views = shape(node)
@@ -180,12 +181,10 @@ def _is_blurred(node: Node, source: Node, axis: int, to: int) -> bool:
     if before * after < 0:
         return True
     origin = _before_permutations(source)
-    # True for an axis that came from behind the channels, False for one from before them.
-    crossed = set()
-    for i, size in enumerate(sizes):
-        if size == 1 and (i < axis) != (origin[i] < origin[axis]):
-            crossed.add(i < axis)
-    return (before < 0 and True in crossed) or (after < 0 and False in crossed)
+    ones = [i for i, size in enumerate(sizes) if size == 1]
+    from_behind = any(i < axis and origin[i] > origin[axis] for i in ones)
+    from_before = any(i > axis and origin[i] < origin[axis] for i in ones)
+    return (before < 0 and from_behind) or (after < 0 and from_before)
 
 
 def _before_permutations(value: Node) -> list[int]:
@@ -210,10 +209,10 @@ def _before_permutations(value: Node) -> list[int]:
 def _channels(sizes: tuple[int, ...], axis: int) -> Tensor:
     """Return a tensor that holds the channel of each element."""
     channels = torch.arange(sizes[axis], device="cpu")
-    return along(channels, axis, len(sizes)).expand(sizes).contiguous()
+    return laid_along(channels, axis, len(sizes)).expand(sizes).contiguous()
 
 
-def along(vector: Tensor, axis: int, rank: int) -> Tensor:
+def laid_along(vector: Tensor, axis: int, rank: int) -> Tensor:
     """Return a vector as a tensor of ``rank`` axes that lies along one of them."""
     view = [1] * rank
     view[axis] = -1

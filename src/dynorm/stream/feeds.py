@@ -65,16 +65,16 @@ def _bias_of(op: Node, axis: int, add_bias: bool) -> Write:
 
 def _bias_or_weight(op: Node, axis: int) -> Write | None:
     slot = slot_of(op)
-    if slot is not None:
+    if slot is not None and slot.leaves:
         # A parameter that is added itself, as learned positions are.
-        for leaf in slot.leaves:
-            return Write(leaf, slot, axis)
+        return Write(next(iter(slot.leaves)), slot, axis)
     if packet(op) not in _BIAS:
         return None
     bias = argument(op, _BIAS[packet(op)])
-    for write in writes(op, axis):
-        if bias is None:
-            return replace(write, is_new=True)
-        if bias is write.leaf.argument:
+    written = writes(op, axis)
+    if bias is None and written:
+        return replace(written[0], is_new=True)
+    for write in written:
+        if write.leaf.argument is bias:
             return write
     return None

@@ -21,7 +21,8 @@ def _aten(names: str) -> frozenset[str]:
 _SHAPE_ONLY = _aten(
     "ones_like zeros_like full_like empty_like new_ones new_zeros new_full new_empty"
 )
-# Operators that return each element unchanged, and operators that move elements.
+# Operators that return each element unchanged, up to a change of dtype, which `width` shows; and
+# operators that move elements.
 _SAME = _aten("clone alias detach detach_ contiguous to _to_copy lift_fresh_copy type_as")
 _DROPOUT = _aten("dropout feature_dropout alpha_dropout")
 VIEWS = _aten("view _unsafe_view view_as reshape reshape_as flatten unflatten")
@@ -94,17 +95,13 @@ class Slot:
                 self.is_saved = False
         self.leaves: set[Leaf] = set()
         for node in self.nodes:
-            self.leaves |= leaves(node)
+            self.leaves |= leaves_of(node)
             node.meta["slot"] = self
 
     @property
     def name(self) -> str:
         """Return the first name in the model."""
         return str(self.owners[0])
-
-    def double(self) -> Tensor:
-        """Return a copy in float64, in which all new values are computed."""
-        return double(self.tensor).clone()
 
 
 def norm_index(node: Node) -> int | None:
@@ -198,7 +195,7 @@ def producer(node: Node) -> tuple[Node, int | None]:
 
 
 def is_same(op: Node) -> bool:
-    """Return whether an operator returns each floating-point element unchanged."""
+    """Return whether an operator returns each floating-point element, perhaps in another dtype."""
     if not is_tensor(op) or not op.meta["val"].is_floating_point():
         return False
     if packet(op) in _DROPOUT:
@@ -214,7 +211,7 @@ def is_move(node: Node, source: Node) -> bool:
     return is_same(op) or packet(op) in _MOVES
 
 
-def leaves(placeholder: Node) -> set[Leaf]:
+def leaves_of(placeholder: Node) -> set[Leaf]:
     """Return every use of a parameter, through its views."""
     uses: set[Leaf] = set()
     todo = [placeholder]
@@ -229,5 +226,5 @@ def leaves(placeholder: Node) -> set[Leaf]:
 
 
 def double(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64 on the CPU, because not all devices have float64."""
+    """Return a tensor in float64, on the CPU, because not all devices have float64."""
     return tensor.detach().to("cpu", torch.float64)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from dynorm.stream.channels import along, held_at, made_by
+from dynorm.stream.channels import held_at, laid_along, made_by
 from dynorm.stream.graph import (
     Leaf,
     Slot,
@@ -52,7 +52,7 @@ class Read:
     def scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Return the weight that reads ``v`` as this one reads ``factor * v``."""
         if self.groups == 1:
-            return weight * along(factor, self.axis, weight.ndim)
+            return weight * laid_along(factor, self.axis, weight.ndim)
         # Output o is in group o // (outputs / groups), and reads only that group's channels.
         outputs = weight.shape[0] // self.groups
         rows = factor.view(self.groups, -1).repeat_interleave(outputs, 0)
@@ -119,10 +119,9 @@ def read(node: Node, value: Node, axis: int) -> Read:
         if held_out is not None:
             out = held_out[1]
     no_shift = product.no_shift
-    is_single = out is not None and rank_of(weight) == product.rank
-    if is_single and slot_of(weight) is None:
-        is_single = not _is_stacked(slot, contracted, out)
-    if not is_single:
+    is_matrix = out is not None and rank_of(weight) == product.rank
+    is_part = slot_of(weight) is None and _is_stacked(slot, contracted, out)
+    if is_part or not is_matrix:
         no_shift = no_shift or (
             f"{where(node)} has several weights in one, or none for a bias to belong to"
         )
@@ -133,8 +132,7 @@ def read(node: Node, value: Node, axis: int) -> Read:
     except RefusedError as refusal:
         no_shift = no_shift or str(refusal)
     leaf = Leaf(node, weight)
-    groups = product.groups
-    return Read(node, leaf, slot, contracted, out, groups, bias, bias_leaf, no_shift)
+    return Read(node, leaf, slot, contracted, out, product.groups, bias, bias_leaf, no_shift)
 
 
 def _computed(node: Node) -> RefusedError:
@@ -328,7 +326,9 @@ def require_new_bias(slot: Slot, node: Node) -> None:
 
 def _takes_bias(module: nn.Module) -> bool:
     """Return whether a linear layer or convolution has no bias, and would add one."""
-    if module._parameters.get("bias", 0) is not None or "forward" in module.__dict__:
+    table = module._parameters
+    has_empty_bias = "bias" in table and table["bias"] is None
+    if not has_empty_bias or "forward" in module.__dict__:
         return False
     forward = type(module).forward
     if forward is nn.Linear.forward or forward in _CONVOLUTION_FORWARDS:
@@ -339,7 +339,7 @@ def _takes_bias(module: nn.Module) -> bool:
     weight = torch.zeros_like(module.weight)
     bias = torch.arange(1, len(weight) + 1, dtype=weight.dtype, device=weight.device)
     trial = copy.copy(module)
-    trial.__dict__["_parameters"] = {**module._parameters, "weight": weight, "bias": bias}
+    trial.__dict__["_parameters"] = {**table, "weight": weight, "bias": bias}
     try:
         with torch.no_grad():
             result = trial.forward(weight.new_ones(2, weight.shape[1]))

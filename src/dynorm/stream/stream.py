@@ -51,13 +51,13 @@ class Stream:
     reads: list[Read] = field(default_factory=list)  # linear operators that read it directly
     read_by: str | None = None  # the first operator that is not a norm and reads it
     is_returned: bool = False  # the model returns it
-    # Why no edit of its channels is exact: a writer or a reader is not linear, or the parameters
-    # of one are used elsewhere.
-    writers_unknown: str | None = None
+    # Each is the reason why edits of the channels are not exact, as words of a message: a writer or
+    # a reader is not linear, or the parameters of one are used elsewhere.
+    nonlinear_writer: str | None = None
     two_axes: str | None = None
-    writers_shared: str | None = None
-    readers_unknown: str | None = None
-    readers_shared: str | None = None
+    shared_writer: str | None = None
+    nonlinear_reader: str | None = None
+    shared_reader: str | None = None
 
 
 class StreamFinder:
@@ -88,9 +88,9 @@ class StreamFinder:
                     self._follow_on(stream, user, value, axis)
             elif stream.values[value] != axis:
                 stream.two_axes = f"{where(value)} has the channels on two axes"
-                _refuse(stream, stream.two_axes)
-        stream.writers_shared = _shared_writers(stream)
-        stream.readers_shared = shared_readers(stream.reads, {r.leaf: r for r in stream.reads})
+                _note_nonlinear_writer(stream, stream.two_axes)
+        stream.shared_writer = _shared_writers(stream)
+        stream.shared_reader = shared_readers(stream.reads, {r.leaf: r for r in stream.reads})
         return stream
 
     def _follow_back(self, stream: Stream, value: Node, axis: int) -> None:
@@ -116,22 +116,26 @@ class StreamFinder:
         if written:
             stream.writes += written
         elif op.op == "placeholder":
-            _refuse(stream, f"written by {op.name}, which the model is given")
+            _note_nonlinear_writer(stream, f"written by {op.name}, which the model is given")
         elif norm_index(op) is not None:
             stream.norms_before.append(self._norm_use(op, value, axis))
         elif packet(op) not in _ZEROS:
-            _refuse(stream, f"written by {where(op)}, which is not linear")
+            _note_nonlinear_writer(stream, f"written by {where(op)}, which is not linear")
 
     def _follow_parts(self, stream: Stream, value: Node, axis: int, parts: Any) -> None:
         """Follow a sum to its terms, or a concatenation of tokens to its parts."""
         place = where(value)
         for part in parts:
             if not is_tensor(part):
-                _refuse(stream, f"written by {place}, which adds a number to all channels")
+                _note_nonlinear_writer(
+                    stream, f"written by {place}, which adds a number to all channels"
+                )
                 continue
             at = rank_of(part) - rank_of(value) + axis
             if at < 0 or shape(part)[at] != shape(value)[axis]:
-                _refuse(stream, f"written by {place}, in parts or one number for all channels")
+                _note_nonlinear_writer(
+                    stream, f"written by {place}, in parts or one number for all channels"
+                )
                 continue
             self._todo.append((part, at))
 
@@ -161,9 +165,9 @@ class StreamFinder:
         return NormUse(index, self.dims[index] % rank_of(value) == axis)
 
 
-def _refuse(stream: Stream, reason: str) -> None:
-    if stream.writers_unknown is None:
-        stream.writers_unknown = reason
+def _note_nonlinear_writer(stream: Stream, reason: str) -> None:
+    if stream.nonlinear_writer is None:
+        stream.nonlinear_writer = reason
 
 
 def _add_reader(stream: Stream, user: Node, value: Node, axis: int) -> None:
@@ -172,8 +176,8 @@ def _add_reader(stream: Stream, user: Node, value: Node, axis: int) -> None:
     try:
         reader = read(user, value, axis)
     except RefusedError as refusal:
-        if stream.readers_unknown is None:
-            stream.readers_unknown = str(refusal)
+        if stream.nonlinear_reader is None:
+            stream.nonlinear_reader = str(refusal)
         return
     if reader not in stream.reads:
         stream.reads.append(reader)
@@ -195,7 +199,8 @@ def _shared_writers(stream: Stream) -> str | None:
             return f"{name} writes into it, and is not saved with the model"
         gain = write.gain
         # The uses of a parameter that is a value of the stream were followed.
-        for leaf in () if write.is_value else slot.leaves:
+        uses_to_check = set() if write.is_value else slot.leaves
+        for leaf in uses_to_check:
             other = by_leaf.get(leaf)
             if other is None or other.axis != write.axis:
                 return f"{name} writes into it, and is also used by {leaf.place}{slot.hint}"

@@ -24,6 +24,9 @@ _WITHOUT_TENSORS = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(torch.Generator, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Stream, torch.Event),
 )
+# The kinds of numpy's dtypes.
+_NUMBERS = "biufc"
+_WORDS_AND_TIMES = "SUmM"
 _SEQUENCES = (tuple, list, deque, Set, KeysView, ValuesView, ItemsView)
 # The base classes, written in C, whose objects hold nothing but their items and attributes.
 _OPEN_BASES = (object, dict, *_SEQUENCES, set, frozenset, types.SimpleNamespace)
@@ -37,9 +40,11 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     for part in _walk(value, {}):
         if isinstance(part, Tensor):
             yield part
-        elif isinstance(part, np.ndarray) and part.dtype.kind in "biufc":
+        elif isinstance(part, np.ndarray) and part.dtype.kind in _NUMBERS:
             yield torch.from_numpy(part)
-        elif not isinstance(part, np.ndarray) or part.dtype.kind not in "SUmM":
+        elif isinstance(part, np.ndarray) and part.dtype.kind in _WORDS_AND_TIMES:
+            continue
+        else:
             raise ModelError(
                 "the outputs must be tensors in tuples, lists, dicts, sets or plain objects, but "
                 f"hold a {type(part).__qualname__}, in which tensors cannot be seen: return one of "
@@ -65,7 +70,7 @@ def mapped(value: _Value, function: Callable[[Tensor], Tensor]) -> _Value:
         ) from error
 
 
-def copied(value: _Value) -> _Value:
+def detached_copy(value: _Value) -> _Value:
     """Return a deep copy with detached tensors, so that a run cannot write into the caller's."""
     return mapped(value, lambda tensor: tensor.detach().clone())
 
