@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 import dynorm
 from dynorm.errors import CalibrationWarning, DataError, ModelError
@@ -203,6 +209,33 @@ def test_a_decoder_with_folded_means_loads_with_transformers(tmp_path: Path) -> 
         expected = model(**samples[0]).logits
         torch.testing.assert_close(loaded(**samples[0]).logits, expected)
     assert loaded.lm_head.weight is not loaded.transformer.wte.weight
+
+
+def test_a_masked_language_model_is_saved_with_the_bias_of_its_head(tmp_path: Path) -> None:
+    """Its class ties that bias only if it ties the embedding."""
+    config = BertConfig(
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        vocab_size=64,
+    )
+    torch.manual_seed(0)
+    model = BertForMaskedLM(config).eval()
+    nn.init.normal_(model.cls.predictions.bias)
+    samples = [{"input_ids": ids} for ids in batches(6)]
+    report = dynorm.convert_model(model, samples, refine=0)
+    untied = report.meta["stages"]["fold_means"]["untied"]
+    assert untied == ["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.bias"]
+    save(model, tmp_path / "model")
+    with torch.no_grad():
+        expected = model(**samples[0]).logits
+        for loaded in (
+            load(tmp_path / "model"),
+            BertForMaskedLM.from_pretrained(tmp_path / "model"),
+        ):
+            torch.testing.assert_close(loaded(**samples[0]).logits, expected)
 
 
 def test_means_that_only_rounding_shows_are_folded() -> None:
