@@ -310,3 +310,40 @@ def test_a_batch_may_be_a_list_and_the_mode_stays() -> None:
     report = dynorm.convert_model(model, [[ids] for ids in batches(6)], refine=0)
     assert report.meta["stages"]["fold_means"]["folded"] == 3
     assert all(module.training for module in model.modules())
+
+
+class Wide(Stream):
+    """Returns float32, as many heads do with their logits."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).float()
+
+
+def test_outputs_in_float32_of_a_model_in_half_precision_are_compared_as_its_own() -> None:
+    torch.manual_seed(0)
+    model = Wide(768).eval()
+    with torch.no_grad():
+        model.table.weight += torch.linspace(-3, 3, 64)[:, None]
+    report = dynorm.convert_model(model.bfloat16(), batches(4), refine=0)
+    assert report.meta["stages"]["fold_means"]["folded"] == 3
+
+
+class Remembering(Stream):
+    """Adds something of the batch before to its outputs."""
+
+    last: Tensor | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = super().forward(ids)
+        if self.last is not None:
+            logits = logits + self.last
+        self.last = logits.detach().mean()
+        return logits
+
+
+def test_a_model_that_keeps_something_of_a_batch_is_compared_with_itself() -> None:
+    torch.manual_seed(0)
+    model = Remembering().eval()
+    means = fold_means_(model, batches()[0], others=batches()[1:])
+    assert means is not None
+    assert means.folded == 3
