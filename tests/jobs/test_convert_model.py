@@ -185,3 +185,27 @@ def test_an_error_in_the_fit_puts_the_model_back() -> None:
     assert list(model.state_dict()) == names
     with torch.no_grad():
         assert_close(model(**batches[0]).logits, original(**batches[0]).logits)
+
+
+def test_an_error_with_tensors_of_inference_mode_is_that_of_the_verb() -> None:
+    with torch.inference_mode():
+        model = model_of()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ModelError, match="inference_mode"):
+        dynorm.convert_model(model, data(), fold_means=False)
+    assert isinstance(model[1], nn.LayerNorm)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_an_error_puts_back_a_model_that_loads_in_its_own_way() -> None:
+    class Strict(nn.Sequential):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("not a checkpoint of this model")
+
+    model = Strict(*model_of())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(DataError):
+        dynorm.convert_model(model, data(), held_out=[torch.randn(2, 3)])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name

@@ -1,9 +1,11 @@
 """The main job in one call: find, replace, calibrate, refine, distil, measure."""
 
 import copy
+import itertools
 from collections.abc import Iterable
 from typing import Unpack
 
+import torch
 from torch import nn
 
 from dynorm.batches import Batch, arguments, iterate
@@ -86,7 +88,7 @@ def convert_model(
             report.meta["cost"] = costs(original, model, tests[0])
     except BaseException:
         # The modules are the old ones again, and their tensors get the old values.
-        model.load_state_dict(original.state_dict())
+        _write_values_(model, original)
         raise
     if stages:
         report.meta["stages"] = stages
@@ -111,6 +113,19 @@ def _convert_(
         distilled = distill_(model, fit, teacher=original, **recipe.distill_fields)
         stages["distill"] = distilled.to_dict()
     return stages
+
+
+@torch.no_grad()
+def _write_values_(model: nn.Module, original: nn.Module) -> None:
+    """Give all tensors of a model the values of its copy.
+
+    A tensor that was made in inference mode cannot be written into, and has its value still.
+    """
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    values = itertools.chain(original.parameters(), original.buffers())
+    for tensor, value in zip(tensors, values, strict=True):
+        if not torch.equal(tensor, value):
+            tensor.copy_(value)
 
 
 def _recipe(recipe: Recipe | None, options: ModelFields) -> Recipe:
