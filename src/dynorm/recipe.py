@@ -308,15 +308,13 @@ class Recipe(Plain):
         """Check every value, or raise ArgumentError."""
         if self.witnesses is not None:
             check_count("witnesses", self.witnesses, 0)
-        self.base.check()
         if not isinstance(self.sites, Mapping | None):
             raise ArgumentError(
                 "sites must be a mapping from globs to options, such as {'*.ln_f': {'to': 'dyt'}}, "
                 f"got {self.sites!r:.60}"
             )
-        for options in (self.sites or {}).values():
-            if options is not None:
-                self.base.changed(options).check()
+        for layer in self.layers:
+            layer.check()
         self._check_counts()
         self._check_numbers()
         for name in ("bf16", "keep_on_interrupt", "fold_means"):
@@ -374,6 +372,15 @@ class Recipe(Plain):
     def base(self) -> LayerOptions:
         """The options for the sites without theirs."""
         return LayerOptions(self.to, self.per_channel, self.center, self.witnesses)
+
+    @property
+    def layers(self) -> list[LayerOptions]:
+        """The options of all layers that sites may get."""
+        layers = [self.base]
+        for options in (self.sites or {}).values():
+            if options is not None:
+                layers.append(self.base.changed(options))
+        return layers
 
     @property
     def convert_fields(self) -> ConvertFields:

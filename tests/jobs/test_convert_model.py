@@ -185,3 +185,47 @@ def test_an_error_in_the_fit_puts_the_model_back() -> None:
     assert list(model.state_dict()) == names
     with torch.no_grad():
         assert_close(model(**batches[0]).logits, original(**batches[0]).logits)
+
+
+def test_an_error_with_tensors_of_inference_mode_is_that_of_the_verb() -> None:
+    with torch.inference_mode():
+        model = model_of()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ModelError, match="inference_mode"):
+        dynorm.convert_model(model, data(), fold_means=False)
+    assert isinstance(model[1], nn.LayerNorm)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_an_error_puts_back_a_model_that_loads_in_its_own_way() -> None:
+    class Strict(nn.Sequential):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("not a checkpoint of this model")
+
+    model = Strict(*model_of())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(DataError):
+        dynorm.convert_model(model, data(), held_out=[torch.randn(2, 3)])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_annealed_layers_are_refused_before_all_stages_unless_there_is_no_refinement() -> None:
+    model = model_of()
+    with pytest.raises(ArgumentError, match="refine must be 0"):
+        dynorm.convert_model(model, data(), to="annealed")
+    with pytest.raises(ArgumentError, match="refine must be 0"):
+        dynorm.convert_model(model, data(), sites={"1": {"to": "annealed"}})
+    dynorm.convert_model(model, data(), to="annealed", refine=0)
+    assert isinstance(model[1], dynorm.layers.AnnealedNorm)
+
+
+def test_a_model_that_cannot_be_copied_or_has_no_values_is_refused() -> None:
+    model = model_of()
+    # As torch.nn.utils.weight_norm keeps its weight.
+    model.kept = model(data()[0])
+    with pytest.raises(ModelError, match="deepcopy"):
+        dynorm.convert_model(model, data())
+    with pytest.raises(ModelError, match="meta device"):
+        dynorm.convert_model(model_of().to("meta"), data())

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 import dynorm
 from dynorm.errors import CalibrationWarning, DataError, ModelError
@@ -205,6 +211,33 @@ def test_a_decoder_with_folded_means_loads_with_transformers(tmp_path: Path) -> 
     assert loaded.lm_head.weight is not loaded.transformer.wte.weight
 
 
+def test_a_masked_language_model_is_saved_with_the_bias_of_its_head(tmp_path: Path) -> None:
+    """Its class ties that bias only if it ties the embedding."""
+    config = BertConfig(
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        vocab_size=64,
+    )
+    torch.manual_seed(0)
+    model = BertForMaskedLM(config).eval()
+    nn.init.normal_(model.cls.predictions.bias)
+    samples = [{"input_ids": ids} for ids in batches(6)]
+    report = dynorm.convert_model(model, samples, refine=0)
+    untied = report.meta["stages"]["fold_means"]["untied"]
+    assert untied == ["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.bias"]
+    save(model, tmp_path / "model")
+    with torch.no_grad():
+        expected = model(**samples[0]).logits
+        for loaded in (
+            load(tmp_path / "model"),
+            BertForMaskedLM.from_pretrained(tmp_path / "model"),
+        ):
+            torch.testing.assert_close(loaded(**samples[0]).logits, expected)
+
+
 def test_means_that_only_rounding_shows_are_folded() -> None:
     """Means a thousand times as large as the rest make float32 round by more than ``fold_`` allows."""
     model, (ids, *_) = stream(), batches()
@@ -277,3 +310,40 @@ def test_a_batch_may_be_a_list_and_the_mode_stays() -> None:
     report = dynorm.convert_model(model, [[ids] for ids in batches(6)], refine=0)
     assert report.meta["stages"]["fold_means"]["folded"] == 3
     assert all(module.training for module in model.modules())
+
+
+class Wide(Stream):
+    """Returns float32, as many heads do with their logits."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).float()
+
+
+def test_outputs_in_float32_of_a_model_in_half_precision_are_compared_as_its_own() -> None:
+    torch.manual_seed(0)
+    model = Wide(768).eval()
+    with torch.no_grad():
+        model.table.weight += torch.linspace(-3, 3, 64)[:, None]
+    report = dynorm.convert_model(model.bfloat16(), batches(4), refine=0)
+    assert report.meta["stages"]["fold_means"]["folded"] == 3
+
+
+class Remembering(Stream):
+    """Adds something of the batch before to its outputs."""
+
+    last: Tensor | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = super().forward(ids)
+        if self.last is not None:
+            logits = logits + self.last
+        self.last = logits.detach().mean()
+        return logits
+
+
+def test_a_model_that_keeps_something_of_a_batch_is_compared_with_itself() -> None:
+    torch.manual_seed(0)
+    model = Remembering().eval()
+    means = fold_means_(model, batches()[0], others=batches()[1:])
+    assert means is not None
+    assert means.folded == 3

@@ -13,7 +13,7 @@ from dynorm.fold.site import SiteFold
 from dynorm.guard import edited_parts, unchanged_on_error
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import identity
-from dynorm.replace.edits import ADDED_BIAS, edits_of, parameter_like, write_values_
+from dynorm.replace.edits import ADDED_BIAS, edits_of, parameter_like, untie_, write_values_
 from dynorm.replace.specs import LayerSpec
 from dynorm.replace.swap import swap_, take_over_
 from dynorm.stream.graph import double
@@ -36,17 +36,28 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
         _write_values_(plan, modules)
         _neutralize_(modules)
         if is_tied and edits_of(model).untied:
-            _note_untied_(config)
+            _note_untied_(model, config)
         swap_(model, _replacements(modules))
         yield
 
 
-def _note_untied_(config: Any) -> None:
-    """Set in a config of transformers that weights are not tied; a forward may read it."""
+def _note_untied_(model: nn.Module, config: Any) -> None:
+    """Set in a config of transformers that weights are not tied; a forward may read it.
+
+    The class then ties nothing when it loads the model: a masked language model not the biases of
+    its head either. So all that it ties are untied, and each is saved.
+    """
     values = config.to_dict() | {"tie_word_embeddings": False}
     # Some classes derive more from it when they are loaded: T5 how it scales its output.
-    if type(config).from_dict(dict(values)).to_dict() == values:
-        config.tie_word_embeddings = False
+    if type(config).from_dict(dict(values)).to_dict() != values:
+        return
+    config.tie_word_embeddings = False
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    pairs: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+    for name, source in pairs.items():
+        tensor = parameters.get(name)
+        if tensor is not None and tensor is parameters.get(source):
+            untie_(dict(model.named_modules()), name)
 
 
 @torch.no_grad()

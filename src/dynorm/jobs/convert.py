@@ -106,11 +106,7 @@ def convert_pretrained(
 
 def require_point_wise(recipe: Recipe) -> None:
     """Refuse annealed layers, which are norms until they are trained."""
-    layers = [recipe.base]
-    for options in (recipe.sites or {}).values():
-        if options is not None:
-            layers.append(recipe.base.changed(options))
-    for layer in layers:
+    for layer in recipe.layers:
         if issubclass(layer.kind, AnnealedNorm):
             raise ArgumentError(
                 f"to must be point-wise, but {layer.to!r} is a norm until its annealing ends: "

@@ -4,14 +4,16 @@ import copy
 from collections.abc import Iterable
 from typing import Unpack
 
+import torch
 from torch import nn
 
 from dynorm.batches import Batch, arguments, iterate
-from dynorm.errors import ArgumentError, DataError
+from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
-from dynorm.guard import edited_parts, unchanged_on_error
+from dynorm.guard import edited_parts, require_plain_model, unchanged_on_error
 from dynorm.jobs.means import fold_means_
+from dynorm.layers import AnnealedNorm
 from dynorm.recipe import ModelFields, Recipe
 from dynorm.replace import convert_
 from dynorm.report import ModelReport, measure
@@ -50,9 +52,10 @@ def convert_model(
         defaults for the model filled in.
 
     Raises:
-        ArgumentError: an option is unknown or outside its domain.
+        ArgumentError: an option is unknown or outside its domain, or layers are annealed and
+            ``refine`` is not 0.
         DataError: there are fewer than two batches, or the model does not take them.
-        ModelError: the model has no norm to replace, or cannot be converted.
+        ModelError: the model has no norm to replace, or cannot be converted or copied.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
@@ -61,6 +64,10 @@ def convert_model(
         True
     """
     recipe = _recipe(recipe, options)
+    if recipe.refine and any(issubclass(layer.kind, AnnealedNorm) for layer in recipe.layers):
+        raise ArgumentError(
+            f"refine must be 0 for annealed layers, which are norms at first, got {recipe.refine}"
+        )
     fit = list(iterate(batches))
     if held_out is not None:
         tests = list(iterate(held_out, "held_out"))
@@ -75,7 +82,7 @@ def convert_model(
             "there must be batches to fit on and others to measure on, got 1: give more, or "
             "held_out="
         )
-    original = copy.deepcopy(model)
+    original = _copied(model)
     meta: dict[str, object] = {"recipe": recipe.filled_for(model).to_dict()}
     try:
         with unchanged_on_error(edited_parts(model), tensors=()):
@@ -86,7 +93,7 @@ def convert_model(
             report.meta["cost"] = costs(original, model, tests[0])
     except BaseException:
         # The modules are the old ones again, and their tensors get the old values.
-        model.load_state_dict(original.state_dict())
+        _write_values_(model, original)
         raise
     if stages:
         report.meta["stages"] = stages
@@ -111,6 +118,34 @@ def _convert_(
         distilled = distill_(model, fit, teacher=original, **recipe.distill_fields)
         stages["distill"] = distilled.to_dict()
     return stages
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a plain model."""
+    require_plain_model(model)
+    try:
+        return copy.deepcopy(model)
+    # A model's parts may raise anything, and torch does for a tensor with a graph.
+    except Exception as error:
+        raise ModelError(
+            "the model must be one that copy.deepcopy copies, because it is compared with its "
+            f"original, but {type(error).__name__}: {error}"
+        ) from error
+
+
+@torch.no_grad()
+def _write_values_(model: nn.Module, original: nn.Module) -> None:
+    """Give all tensors of a model the values of its copy.
+
+    A tensor that was made in inference mode cannot be written into, and has its value still.
+    """
+    for parameter, before in zip(model.parameters(), original.parameters(), strict=True):
+        if torch.is_inference_mode_enabled() or not parameter.is_inference():
+            parameter.copy_(before)
+    for buffer, value in zip(model.buffers(), original.buffers(), strict=True):
+        # Some are expanded, and cannot be written into.
+        if not torch.equal(buffer, value):
+            buffer.copy_(value)
 
 
 def _recipe(recipe: Recipe | None, options: ModelFields) -> Recipe:
