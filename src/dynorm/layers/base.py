@@ -79,8 +79,8 @@ class PointwiseNorm(nn.Module):
 
     With witnesses K the constant of a token is ``beta + sum over k in K of gain_k * (x_k -
     center_k)^2``: the layer also reads these channels of the token, and is no longer a function
-    of one channel. Their gains are learned as ``log_gain``. Without witnesses the layer has
-    neither.
+    of one channel. Their gains are learned as ``log_gain``. Without witnesses the layer has no
+    ``log_gain`` and no ``witnesses``.
 
     Args:
         normalized_shape: the size C of the channel axis, or the sizes of the last axes; this
@@ -95,9 +95,9 @@ class PointwiseNorm(nn.Module):
         device: where the parameters live; ``"meta"`` makes none.
 
     Raises:
-        ArgumentError: a size is not positive, ``dim`` and ``normalized_shape`` disagree, ``scale``
-            or ``weight_offset`` is not finite, or ``scale`` is 0, a witness is out of range or
-            named twice, ``dtype`` is not floating point, or ``output_dtype`` is not such a rule.
+        ArgumentError: a size is not positive; ``dim`` and ``normalized_shape`` disagree; ``scale``
+            is 0 or not finite; ``weight_offset`` is not finite; a witness is out of range or named
+            twice; ``dtype`` is not floating point; or ``output_dtype`` is not such a rule.
     """
 
     _dynorm_layer: ClassVar[bool] = True
