@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import memory
-from dynorm.recipe import MOST_WITNESSES
+from dynorm.recipe import DEFAULT_WITNESSES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,7 +36,7 @@ def models_table() -> str:
         _encoder(),
         _pure_encoder(),
         _lines(),
-        _decoder(MOST_WITNESSES),
+        _decoder(DEFAULT_WITNESSES),
         _decoder(8),
         _decoder(16),
         _byte_model(),
@@ -165,7 +165,7 @@ def _decoder(witnesses: int) -> list[str]:
     if last["steps"]:
         options += f" --steps {last['steps']}"
         distilled = f"{_two_losses(last)} ({last['steps']} steps)"
-    if witnesses != MOST_WITNESSES:
+    if witnesses != DEFAULT_WITNESSES:
         options = f"--witnesses {witnesses} {options}"
     command = f"`dynorm convert MODEL OUT {options}`"
     return _row(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import dynorm
 from dynorm.batches import call, site_tokens, token_masks
 from dynorm.fit.site_fit import SiteFit
-from dynorm.fit.witnesses import TokenScales
+from dynorm.fit.witnesses import TokenScales, Witnesses
 from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
 from dynorm.jobs.texts import standard_library_docstrings
 from dynorm.ranks import Ranks
@@ -63,7 +63,7 @@ def draw(inputs: dict[str, Tensor]) -> None:
         ).requires_grad_(False)
         norm = Replaced(nn.LayerNorm(layer.channels), NormSite("", kind="layernorm"))
         fits[path] = SiteFit(layer, norm, Ranks())
-        fits[path].update(x, dynorm.functional.layer_norm(x))
+        fits[path].update(x, dynorm.functional.layer_norm(x), 1.0, torch.arange(len(x)))
         fits[path].solve_()
     in_order = sorted(fits, key=lambda path: fits[path].error)
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
@@ -95,13 +95,18 @@ def draw(inputs: dict[str, Tensor]) -> None:
     figure.savefig(IMAGES / "before-after.png", dpi=110)
 
 
+def witnesses_of(x: Tensor, most: int) -> Witnesses:
+    """Return at most so many witnesses of some tokens."""
+    scales = TokenScales("layernorm", 1e-12, Ranks(), most)
+    scales.update(x)
+    return scales.choose()
+
+
 def draw_witness(x: Tensor) -> None:
     """Two panels: the sum of each token against one channel, and against a constant and four channels."""
     import matplotlib.pyplot as plt
 
-    scales = TokenScales("layernorm", 1e-12, None, Ranks())
-    scales.update(x)
-    one, four = scales.choose(1), scales.choose(4)
+    none, one, four = witnesses_of(x, 0), witnesses_of(x, 1), witnesses_of(x, 4)
     sums = x.shape[1] * x.var(1, correction=0)
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
     square = x[:, one.channels[0]].square()
@@ -116,7 +121,7 @@ def draw_witness(x: Tensor) -> None:
     axes[0].set_title(f"one witness explains {one.explained[1]:.1%} of the sizes", fontsize=11)
     axes[0].set_xlabel(f"square of channel {one.channels[0]}")
     estimated = four.beta + x[:, list(four.channels)].square() @ torch.tensor(four.gains)
-    constant = torch.full_like(sums, scales.choose(0).beta)
+    constant = torch.full_like(sums, none.beta)
     axes[1].scatter(constant, sums, s=5, color="0.75", linewidths=0, label="a constant")
     axes[1].scatter(
         estimated,

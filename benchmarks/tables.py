@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import draws, memory, models
 from benchmarks.field import table as field
 from benchmarks.speed import table as speed
-from dynorm.recipe import MOST_WITNESSES
+from dynorm.recipe import DEFAULT_WITNESSES
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- {name}: made by python -m benchmarks.tables -->", "<!-- end -->"
@@ -119,7 +119,7 @@ def headline_table() -> str:
 
 def converted_table() -> str:
     """One row per model with the default number of witnesses: what is left without training, and after some."""
-    decoder = models.decoder_rows(MOST_WITNESSES)
+    decoder = models.decoder_rows(DEFAULT_WITNESSES)
     images = load("images")["rows"]
     speech = load("speech")["rows"]
     trained = load("demo")["output"]

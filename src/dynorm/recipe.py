@@ -27,7 +27,7 @@ from dynorm.errors import ArgumentError, StorageError
 from dynorm.family import AUTO, NAMES, layer_class
 from dynorm.files import write_text
 from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.site import as_globs
+from dynorm.site import as_strings
 from dynorm.table import Plain, Table
 
 Globs = str | Iterable[str] | None
@@ -66,7 +66,7 @@ ENCODER = Defaults(max_length=128, batch=32, calibration=256)
 IMAGES = Defaults(batch=8, calibration=128)
 LANGUAGE = Defaults(max_length=256, batch=4, calibration=24)
 AUDIO = Defaults(batch=4, calibration=32)
-MOST_WITNESSES = 192
+DEFAULT_WITNESSES = 192
 """The default number of witnesses of a layer, if that is at most a third of its channels.
 
 With it all-MiniLM-L6-v2, SmolLM2-135M, DINOv2-small and Whisper tiny.en need no training.
@@ -127,19 +127,8 @@ class ModelFields(TypedDict, total=False):
     bf16: bool
     accumulate: int
     checkpoints: str | os.PathLike[str] | None
-    report_to: Globs
+    report_to: str | Iterable[str] | None
     keep_on_interrupt: bool
-
-
-class ConvertFields(TypedDict):
-    """The arguments of ``convert_`` after the model and its sites."""
-
-    to: Target | Sites
-    only: Globs
-    skip: Globs
-    per_channel: bool
-    center: bool
-    witnesses: int | None
 
 
 class RefineFields(TypedDict):
@@ -243,7 +232,7 @@ class Recipe(Plain):
     bf16: bool = False
     accumulate: int = 1
     checkpoints: str | os.PathLike[str] | None = None
-    report_to: Globs = None
+    report_to: str | Iterable[str] | None = None
     keep_on_interrupt: bool = False
     held_out: int = 512
     max_length: int | None = None
@@ -253,10 +242,12 @@ class Recipe(Plain):
     def __post_init__(self) -> None:
         """Keep plain values, so that a recipe equals the one that is read from its file."""
         plain: dict[str, object] = {"to": _named(self.to)}
-        for name in ("only", "skip", "report_to"):
+        for name in ("only", "skip"):
             globs = getattr(self, name)
             if globs is not None:
-                plain[name] = tuple(as_globs(globs))
+                plain[name] = tuple(as_strings(globs))
+        if self.report_to is not None:
+            plain["report_to"] = tuple(as_strings(self.report_to, "report_to", "tensorboard"))
         if isinstance(self.checkpoints, (str, os.PathLike)):
             plain["checkpoints"] = Path(self.checkpoints)
         if isinstance(self.sites, Mapping):
@@ -319,7 +310,7 @@ class Recipe(Plain):
         self._check_numbers()
         for name in ("bf16", "keep_on_interrupt", "fold_means"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and value is not getattr(Recipe, name):
+            if not isinstance(value, bool):
                 raise ArgumentError(f"{name} must be True or False, got {value!r}")
         if not isinstance(self.checkpoints, Path | None):
             raise ArgumentError(
@@ -383,18 +374,6 @@ class Recipe(Plain):
         return layers
 
     @property
-    def convert_fields(self) -> ConvertFields:
-        """The arguments of ``convert_`` after the model and its sites."""
-        return ConvertFields(
-            to=self.target,
-            only=self.only,
-            skip=self.skip,
-            per_channel=self.per_channel,
-            center=self.center,
-            witnesses=self.witnesses,
-        )
-
-    @property
     def refine_fields(self) -> RefineFields:
         """The arguments of ``refine_`` after the model and its batches, without the steps."""
         return RefineFields(lr=self.refine_lr, bf16=self.bf16)
@@ -413,20 +392,6 @@ class Recipe(Plain):
             report_to=self.report_to,
             keep_on_interrupt=self.keep_on_interrupt,
         )
-
-    @property
-    def target(self) -> Target | Sites:
-        """The argument ``to`` of ``convert_``: the layer, or with ``sites`` all options by glob."""
-        if self.sites is None:
-            return self.to
-        rest = self.sites.get(REST, {})
-        base: LayerFields = {"to": self.to, **(rest or {})}
-        by_glob: dict[str, LayerFields | None] = {}
-        for glob, options in self.sites.items():
-            by_glob[glob] = None if options is None else {**base, **options}
-        if rest is not None:
-            by_glob[REST] = base
-        return by_glob
 
     def filled(self, language_model: bool, noun: str = "texts") -> Recipe:
         """Return the recipe with the defaults for the kind of model in place of None."""
@@ -460,13 +425,19 @@ class LayerOptions:
         return layer_class(self.to)
 
     @property
+    def name(self) -> str:
+        """The name of the layer, or "auto"."""
+        return AUTO if self.is_auto else NAMES[self.kind]
+
+    @property
     def is_auto(self) -> bool:
         """Whether ``calibrate_`` chooses the layer."""
         return self.to == AUTO
 
     @property
     def most_witnesses(self) -> int:
-        """The number of witnesses that ``calibrate_`` may choose."""
+        """The number of witnesses that ``calibrate_`` may choose, of filled options."""
+        assert self.witnesses is not None
         if isinstance(self.witnesses, Integral):
             return int(self.witnesses)
         return 0
@@ -496,7 +467,7 @@ class LayerOptions:
         _ = self.kind
         for name in ("per_channel", "center"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and value is not getattr(Recipe, name):
+            if not isinstance(value, bool):
                 raise ArgumentError(f"{name} must be True or False, got {value!r}")
         if self.witnesses is None:
             return
@@ -518,7 +489,7 @@ class LayerOptions:
             return self
         if issubclass(self.kind, AnnealedNorm):
             return replace(self, witnesses=0)
-        return replace(self, witnesses=min(MOST_WITNESSES, channels // 3))
+        return replace(self, witnesses=min(DEFAULT_WITNESSES, channels // 3))
 
 
 def require_known(values: Iterable[str], known: Sequence[str], owner: str) -> None:

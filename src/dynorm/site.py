@@ -93,8 +93,8 @@ def select_sites(
     is selected like the others and stays refused, so that a report can name it. A glob that matches
     no site is an ArgumentError.
     """
-    only_globs = as_globs(only)
-    skip_globs = as_globs(skip)
+    only_globs = as_strings(only)
+    skip_globs = as_strings(skip)
     require_matches(sites, only_globs + skip_globs)
     selected = []
     for site in sites:
@@ -122,19 +122,21 @@ def require_matches(sites: Sequence[NormSite], globs: Iterable[str]) -> None:
         )
 
 
-def as_globs(value: str | Iterable[str] | None) -> list[str]:
-    """Return one glob, several or none as a list."""
+def as_strings(
+    value: str | Iterable[str] | None, name: str = "globs", example: str = "encoder.*"
+) -> list[str]:
+    """Return one string, several or none as a list."""
     if value is None:
         return []
-    globs: list[Any] = [value]
+    strings: list[Any] = [value]
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        globs = list(value)
-    for glob in globs:
-        if not isinstance(glob, str):
+        strings = list(value)
+    for string in strings:
+        if not isinstance(string, str):
             raise ArgumentError(
-                f"globs must be strings such as 'encoder.*', one or a list of them, got {glob!r}"
+                f"{name} must be strings such as {example!r}, one or a list of them, got {string!r}"
             )
-    return globs
+    return strings
 
 
 def any_match(paths: Iterable[str], globs: Sequence[str]) -> bool:

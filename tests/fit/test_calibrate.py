@@ -118,7 +118,7 @@ def test_a_layer_that_is_the_norm_is_recovered(to: str, per_channel: bool) -> No
     layer = model[0]
     norm = Replaced(nn.LayerNorm(C), NormSite("", kind="layernorm", eps=1e-5))
     fitted = fit.SiteFit(layer, norm, Ranks())
-    fitted.update(x, x)
+    fitted.update(x, x, 1.0, torch.arange(len(x)))
     truth = copy.deepcopy(layer)
     with torch.no_grad():
         # Candidates lie a quarter of a decade apart, but a linear layer has only one.
@@ -126,7 +126,7 @@ def test_a_layer_that_is_the_norm_is_recovered(to: str, per_channel: bool) -> No
         truth.weight.uniform_(0.5, 2.0)
         truth.bias.normal_()
     again = fit.SiteFit(layer, norm, Ranks())
-    again.update(x, truth(x).detach())
+    again.update(x, truth(x).detach(), 1.0, torch.arange(len(x)))
     again.solve_()
     assert again.error < 1e-6
     for name, p in truth.named_parameters():

@@ -59,10 +59,10 @@ def test_a_sample_may_be_of_any_size_up_to_all_channels(count: int) -> None:
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_the_error_of_a_sample_is_that_of_a_poll_on_other_tokens_too(kind: str) -> None:
-    scales = TokenScales(kind, 1e-6, None, Ranks(), sample=COUNT, least=1e-3)
+    scales = TokenScales(kind, 1e-6, Ranks(), COUNT, least=1e-3)
     for part in tokens(4000, seed=0).split(1000):
         scales.update(part)
-    chosen = scales.choose(COUNT)
+    chosen = scales.choose()
     assert len(chosen.channels) == COUNT
     assert chosen.channels[0] == 8
     assert len(chosen.explained) == 2
@@ -84,13 +84,13 @@ def test_the_error_of_a_sample_is_that_of_a_poll_on_other_tokens_too(kind: str) 
 
 def test_the_parts_of_the_tokens_do_not_matter() -> None:
     x = tokens(1000, seed=0)
-    one = TokenScales("rmsnorm", 1e-6, None, Ranks(), sample=COUNT, least=1e-3)
+    one = TokenScales("rmsnorm", 1e-6, Ranks(), COUNT, least=1e-3)
     one.update(x)
-    other = TokenScales("rmsnorm", 1e-6, None, Ranks(), sample=COUNT, least=1e-3)
+    other = TokenScales("rmsnorm", 1e-6, Ranks(), COUNT, least=1e-3)
     other.update(x[:800])
     other.update(x[800:])
-    first = one.choose(COUNT)
-    second = other.choose(COUNT)
+    first = one.choose()
+    second = other.choose()
     assert set(first.channels[:8]) == set(second.channels[:8])
     for chosen in (first, second):
         estimate = x[:, list(chosen.channels)].square() @ torch.tensor(chosen.gains) + chosen.beta
@@ -160,11 +160,11 @@ def test_tokens_of_one_size_have_no_sample() -> None:
 
 
 def test_the_explained_share_is_that_over_a_constant() -> None:
-    scales = TokenScales("rmsnorm", 1e-6, None, Ranks(), sample=32, least=1e-3)
+    scales = TokenScales("rmsnorm", 1e-6, Ranks(), 32, least=1e-3)
     x = torch.randn(4000, 96, generator=torch.Generator().manual_seed(0))
     scales.update(x)
     # The sizes of such tokens vary by less than a sample's error.
-    assert scales.choose(32).explained_by_all < 0.1
+    assert scales.choose().explained_by_all < 0.1
 
 
 @pytest.mark.parametrize("function", ["dyisru", "dyt", "derf", "linear"])

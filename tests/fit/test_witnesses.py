@@ -44,13 +44,15 @@ def converted(
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_the_channels_that_carry_the_scale_are_found(kind: str) -> None:
-    scales = TokenScales(kind, 1e-6, None, Ranks())
+    pair = TokenScales(kind, 1e-6, Ranks(), 2)
+    scales = TokenScales(kind, 1e-6, Ranks(), 4)
     for part in tokens().split(500):
+        pair.update(part)
         scales.update(part)
-    found = scales.choose(4)
+    found = scales.choose()
     assert set(found.channels[:2]) == set(WITNESSES)
     assert found.gains[:2] == pytest.approx((1.0, 1.0), rel=0.1)
-    assert scales.choose(2).beta == pytest.approx(CHANNELS - 2, rel=0.2)
+    assert pair.choose().beta == pytest.approx(CHANNELS - 2, rel=0.2)
     assert found.explained[0] == 0
     assert found.explained[2] > 0.8
     assert list(found.explained) == sorted(found.explained)
@@ -61,31 +63,31 @@ def test_channels_that_are_large_in_all_tokens_do_not_hide_one_that_varies() -> 
     x = 0.1 * torch.randn(2000, 200)
     x[:, :100] = 10.0
     x[:, 150] = torch.where(torch.rand(2000) < 0.1, 20.0, 1.0)
-    scales = TokenScales("rmsnorm", 1e-6, None, Ranks())
+    scales = TokenScales("rmsnorm", 1e-6, Ranks(), 4)
     scales.update(x)
-    assert scales.choose(4).channels == (150,)
+    assert scales.choose().channels == (150,)
 
 
 def test_no_more_are_taken_than_wanted_and_none_that_tells_nothing() -> None:
-    scales = TokenScales("rmsnorm", 0.0, None, Ranks())
-    scales.update(tokens())
-    assert len(scales.choose(1).channels) == 1
-    assert scales.choose(0).channels == ()
+    for most in (0, 1):
+        scales = TokenScales("rmsnorm", 0.0, Ranks(), most)
+        scales.update(tokens())
+        assert len(scales.choose().channels) == most
 
 
 @pytest.mark.parametrize("count", range(100, 110))
 def test_tokens_of_one_size_have_no_witnesses_whatever_rounding_leaves(count: int) -> None:
-    alike = TokenScales("rmsnorm", 0.0, None, Ranks())
+    alike = TokenScales("rmsnorm", 0.0, Ranks(), 4)
     alike.update(torch.ones(count, CHANNELS))
-    found = alike.choose(4)
+    found = alike.choose()
     assert found.channels == ()
     assert set(found.explained) == {0.0}
 
 
 def test_fixed_channels_are_all_kept_in_their_order() -> None:
-    scales = TokenScales("rmsnorm", 0.0, (17, 3, 5), Ranks())
+    scales = TokenScales("rmsnorm", 0.0, Ranks(), fixed=(17, 3, 5))
     scales.update(tokens())
-    found = scales.choose(0)
+    found = scales.choose()
     assert found.channels == (17, 3, 5)
     assert found.gains[0] == pytest.approx(1.0, rel=0.1)
     assert min(found.gains) > 0
@@ -93,13 +95,13 @@ def test_fixed_channels_are_all_kept_in_their_order() -> None:
 
 
 def test_parts_of_the_tokens_give_the_sums_of_all() -> None:
-    whole, parts = (TokenScales("rmsnorm", 0.0, WITNESSES, Ranks()) for _ in range(2))
+    whole, parts = (TokenScales("rmsnorm", 0.0, Ranks(), fixed=WITNESSES) for _ in range(2))
     x = tokens(400)
     whole.update(x)
     # The golden ratio counts from each part's start, so equal parts of one period split alike.
     parts.update(x[:0])
     parts.update(x)
-    assert parts.choose(0) == whole.choose(0)
+    assert parts.choose() == whole.choose()
 
 
 @pytest.mark.parametrize(("tokens", "alike"), [(300, False), (300, True), (30, False)])
@@ -170,26 +172,26 @@ def test_calibration_gives_the_layer_its_witnesses_and_reports_them() -> None:
 def test_a_blank_token_takes_no_witness_away(kind: str, odd: float) -> None:
     x = tokens()
     x[7] = torch.full((CHANNELS,), 3.0) if odd == 3.0 else odd * x[7]
-    scales = TokenScales(kind, 1e-6, None, Ranks())
+    scales = TokenScales(kind, 1e-6, Ranks(), 4)
     scales.update(x)
-    found = scales.choose(4)
+    found = scales.choose()
     assert set(found.channels[:2]) == set(WITNESSES)
     assert max(found.gains[:2]) < 1.2
 
 
 def test_the_tokens_that_are_held_out_do_not_depend_on_the_batches() -> None:
-    whole, parts = (TokenScales("rmsnorm", 0.0, WITNESSES, Ranks()) for _ in range(2))
+    whole, parts = (TokenScales("rmsnorm", 0.0, Ranks(), fixed=WITNESSES) for _ in range(2))
     whole.update(tokens(400))
     for part in tokens(400).split(50):
         parts.update(part)
-    assert parts.choose(0).explained == pytest.approx(whole.choose(0).explained, rel=5e-2)
+    assert parts.choose().explained == pytest.approx(whole.choose().explained, rel=5e-2)
 
 
 def test_noise_in_single_tokens_is_no_witness() -> None:
-    scales = TokenScales("rmsnorm", 0.0, None, Ranks())
+    scales = TokenScales("rmsnorm", 0.0, Ranks(), 8)
     for token in torch.randn(64, CHANNELS, generator=torch.Generator().manual_seed(0)):
         scales.update(token[None])
-    assert len(scales.choose(8).channels) < 3
+    assert len(scales.choose().channels) < 3
 
 
 def test_a_second_calibration_chooses_anew() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ Fits = dict[PointwiseNorm, SiteChoice]
 # they have this many tokens. The inputs of a layer for all of them are in memory at a time.
 _TOKENS_AT_ONCE = 1 << 15
 _RUNS_AT_ONCE = 64
-# While a pre-norm model is fitted, each layer with few witnesses multiplies its output for this part
-# of the tokens by exp(sigma n), with n normal and this sigma.
+# If errors add up, each layer with few witnesses multiplies its output for this part of the tokens
+# by exp(sigma n), with n normal and this sigma.
 _WRONG_SIZES = 0.25
 _SIZE_ERROR = 0.2
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -56,7 +56,7 @@ class SiteCalibration:
 
     path: str
     tokens: int  # the number of tokens that it was fitted to, without padding
-    beta: float  # its constant; of one per channel the median
+    beta: float  # its constant; the median, if there is one per channel
     error: float  # root of the residual over the spread of the target, in the calibration data
     # How well a token's size follows from its witnesses; None for a layer that may not have any.
     witnesses: Witnesses | None = None
@@ -119,9 +119,10 @@ class CalibrationReport(Plain):
         sites = "site" if len(self.sites) == 1 else "sites"
         batches = "batch" if self.batches == 1 else "batches"
         title = f"{len(self.sites)} {sites} calibrated on {self.batches} {batches}"
-        columns, rows = self._fits()
         if any(site.errors for site in self.sites):
             columns, rows = self._choices()
+        else:
+            columns, rows = self._fits()
         return str(Table(columns, rows, notes, title))
 
     def _fits(self) -> tuple[list[str | Column], list[list[object]]]:
@@ -150,12 +151,11 @@ class CalibrationReport(Plain):
 
     def _choices(self) -> tuple[list[str | Column], list[list[Any]]]:
         """Return columns and rows of the layers that each site's was chosen from."""
-        names: list[str] = []
-        for site in self.sites:
-            names = names or list(site.errors)
+        names = next(list(site.errors) for site in self.sites if site.errors)
         group = f"held-out errors; chosen: the first within {self.tolerance:g} of the least"
         columns: list[str | Column] = ["site", "layer"]
         for name in names:
+            # "linear with witnesses" follows "linear", which need not be said again.
             columns.append(Column(name.split(" ", 1)[-1], ".3f", group=group))
         rows = []
         for site in self.sites:
@@ -222,9 +222,8 @@ def calibrate_(
             errors of the layers before. In a pre-norm model errors add up in the residual stream,
             where a layer that repairs too much spoils the later ones. 0.7 is better only for a
             post-norm encoder with few witnesses or none.
-        tolerance: how much larger than the best one the error of a simpler layer may be, of those
-            that ``to="auto"`` chooses from. An error is the root of the squared one over the
-            target's spread.
+        tolerance: how much larger than the smallest error that of a simpler layer may be, with
+            ``to="auto"``. An error is the root of the squared one over the target's spread.
 
     Returns:
         A report with one row per site.
@@ -257,20 +256,27 @@ def calibrate_(
         for path, layer in layers.items():
             require_trainable(layer, path)
         ranks.require_alike(dynorm_layers(model).items())
-        choices: list[tuple[int, PointwiseNorm, SiteChoice]] = []
+        known = []
         for path, layer in layers.items():
             norm = replaced_by(layer)
             if norm:
-                choice = SiteChoice(
-                    layer, norm, ranks, path, careful=lean == 0, tolerance=tolerance
-                )
-                choices.append((norm.site.order, layer, choice))
+                known.append((norm.site.order, path, layer, norm))
+        # Without a lean errors add up from layer to layer: too small is safer than too large.
+        errors_add_up = lean == 0
         fits: Fits = {}
-        for _, layer, choice in sorted(choices, key=itemgetter(0)):
-            fits[layer] = choice
+        for _, path, layer, norm in sorted(known, key=itemgetter(0)):
+            fits[layer] = SiteChoice(
+                layer,
+                norm,
+                ranks,
+                path,
+                len(fits),
+                errors_add_up=errors_add_up,
+                tolerance=tolerance,
+            )
         with unchanged_on_error(fits), undisturbed(model, evaluate=True):
             used = _fit_groups(model, fits, batches, ranks, lean)
-    swap_(model, {layer: choice.settled() for layer, choice in fits.items()})
+    swap_(model, {layer: choice.settle_() for layer, choice in fits.items()})
     unreached = [choice.path for choice in fits.values() if not choice.fit.tokens]
     if unreached:
         warnings.warn(
@@ -355,18 +361,16 @@ class _Run:
         self._where = f" in batch {number}"
         self._lean = lean
         self._fits = fits
+        self._wrong_sizes = _WrongSizes()
         self._first_outputs: Outputs = defaultdict(list)
-        # Which tokens leave the layers too large or too small, by the shape of the mask. On new
-        # text, a layer gets the size of some tokens wrong. The layers after it must have seen such
-        # tokens, so that they choose witnesses that show it. Otherwise the error grows from layer
-        # to layer.
-        self._in_wrong_size: dict[torch.Size, Tensor] = {}
         self._original: PausedRun | None = None
         if lean > 0:
             self._original = PausedRun(model, batch)
         try:
-            while not side_by_side and self._goes_on(self._original):
-                pass
+            if not side_by_side:
+                # Two runs of a model that keeps something must not overlap.
+                while self._advance_original():
+                    pass
             self._converted = PausedRun(model, batch, self._answer)
         except BaseException:
             self.close()
@@ -410,22 +414,11 @@ class _Run:
         y = choice.fit.layer.forward(x)
         if self._lean > 0 or choice.fit.witnesses is None or choice.fit.is_sampled:
             return y
-        uniform = _hash_of_tokens(choice.fit.layer, x, list(self._fits).index(layer))
-        if uniform.shape not in self._in_wrong_size:
-            # The same tokens at all layers: the other tokens stay as they are everywhere.
-            self._in_wrong_size[uniform.shape] = uniform < _WRONG_SIZES
-            # Those of the tokens in question lie between 0 and 1 again.
-            uniform = uniform / _WRONG_SIZES
-        normal = math.sqrt(2) * torch.erfinv((2 * uniform - 1).clamp(-1 + 1e-9, 1 - 1e-9))
-        factor = (_SIZE_ERROR * normal).exp()
-        factor = torch.where(self._in_wrong_size[uniform.shape], factor, 1.0)
-        return y * factor.to(y.dtype)
+        return y * self._wrong_sizes.factor(layer, x, choice.place).to(y.dtype)
 
     def _target(self, call: LayerCall) -> Tensor:
-        if self._original is None:
-            return call.norm_output
         outputs = self._first_outputs[call.layer]
-        while not outputs and self._goes_on(self._original):
+        while not outputs and self._advance_original():
             pass
         # An expert of a mixture may get other tokens here than in the original.
         original = outputs.pop(0) if outputs else None
@@ -433,13 +426,37 @@ class _Run:
             return call.norm_output
         return torch.lerp(call.norm_output, original, self._lean)
 
-    def _goes_on(self, original: PausedRun | None) -> bool:
+    def _advance_original(self) -> bool:
         """Keep the norm's output where the original model waits, and let it go on; False at its end."""
-        if original is None or original.call is None:
+        if self._original is None or self._original.call is None:
             return False
-        self._first_outputs[original.call.layer].append(original.call.norm_output)
-        original.resume()
+        call = self._original.call
+        self._first_outputs[call.layer].append(call.norm_output)
+        self._original.resume()
         return True
+
+
+class _WrongSizes:
+    """The tokens of a batch that leave the layers too large or too small.
+
+    On new text, a layer gets the size of some tokens wrong. The layers after it must have seen such
+    tokens, so that they choose witnesses that show it. Otherwise the error grows from layer to layer.
+    They are the same tokens at all layers: the others stay as they are everywhere.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: dict[torch.Size, Tensor] = {}
+
+    def factor(self, layer: PointwiseNorm, x: Tensor, place: int) -> Tensor:
+        """Return the factor of each token of a layer's input, of the shape of ``x`` with one channel."""
+        uniform = _hash_of_tokens(layer, x, place)
+        if uniform.shape not in self._chosen:
+            self._chosen[uniform.shape] = uniform < _WRONG_SIZES
+            # The numbers of these tokens are small at this layer, and from 0 to 1 at the others.
+            uniform = uniform / _WRONG_SIZES
+        normal = math.sqrt(2) * torch.erfinv((2 * uniform - 1).clamp(-1 + 1e-9, 1 - 1e-9))
+        factor = (_SIZE_ERROR * normal).exp()
+        return torch.where(self._chosen[uniform.shape], factor, 1.0)
 
 
 class _Group:
@@ -451,7 +468,6 @@ class _Group:
         self._fits = fits
         self._lean = lean
         self._side_by_side = side_by_side
-        self._places = {layer: place for place, layer in enumerate(fits)}
 
     def fill(self, batches: Iterator[Batch], number: int) -> None:
         """Start a run for each batch until there are enough tokens; ``number`` counts the batches before."""
@@ -484,16 +500,17 @@ class _Group:
     def fit(self, ranks: Ranks, weight: float) -> None:
         """Fit one layer after another until all runs are over: each time the first that a run waits at."""
         while True:
-            waiting = [run for run in self.runs if run.call is not None]
+            waiting: dict[SiteChoice, list[_Run]] = defaultdict(list)
+            for run in self.runs:
+                if run.call is not None:
+                    waiting[self._fits[run.call.layer]].append(run)
             if not waiting:
                 ranks.require_same_place()
                 return
-            place = min(self._places[run.call.layer] for run in waiting if run.call)
-            layer = list(self._fits)[place]
-            ranks.require_same_place(self._fits[layer].path)
-            here = [run for run in waiting if run.call and run.call.layer is layer]
-            self._fit_layer(self._fits[layer], here, weight, ranks)
-            for run in here:
+            choice = min(waiting, key=attrgetter("place"))
+            ranks.require_same_place(choice.path)
+            self._fit_layer(choice, waiting[choice], weight, ranks)
+            for run in waiting[choice]:
                 run.resume()
 
     def _fit_layer(self, choice: SiteChoice, runs: list[_Run], weight: float, ranks: Ranks) -> None:

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from dynorm.batches import Batch, call, require_batch, site_tokens, token_masks
 from dynorm.errors import ArgumentError, DataError
-from dynorm.fit.site_fit import LEAST
 from dynorm.guard import (
     hooked,
     require_plain_model,
@@ -19,6 +18,10 @@ from dynorm.layers import PointwiseNorm
 from dynorm.ranks import Ranks
 from dynorm.replace.converted import require_layers
 from dynorm.table import Column, Plain, Table
+
+# The sum of the witnesses counts as at least this part of beta for each channel: if they are always
+# 0, no gain would give them their share.
+_LEAST_SUM = 1e-4
 
 
 @dataclass(frozen=True)
@@ -155,8 +158,7 @@ def _set_constants_(
     if channels:
         squares = (x[:, channels] - center).square().sum()
         typical = ranks.summed(squares) / (sums[0] / x.shape[1])
-        # If the witnesses are always 0, no gain would give them their share.
-        typical = typical.clamp_min(LEAST * beta / len(channels))
+        typical = typical.clamp_min(_LEAST_SUM * beta / len(channels))
         layer.fill_gains_((share * beta / typical).expand(len(channels)))
         beta = (1 - share) * beta
     layer.fill_constants_(beta, x.new_tensor(mean))

@@ -80,11 +80,6 @@ class PausedRun:
             self.close()
             raise
 
-    @property
-    def has_answer(self) -> bool:
-        """Whether it goes on with other outputs than the norms'."""
-        return self._answer is not None
-
     def resume(self) -> None:
         """Run to the next call of a layer, or to the end; raise the error of the model, if there is one."""
         self.call = None
@@ -181,6 +176,7 @@ def can_share(
     layers = list(layers)
     keeps_something = False
     inputs_alone: list[Tensor] = []
+    before: list[dict[str, _Held]]  # with the hooks, which are attributes too
 
     def look(layer: PointwiseNorm, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         nonlocal keeps_something
@@ -240,6 +236,7 @@ def _summary(x: Tensor) -> Tensor:
 def _are_close(x: Tensor, y: Tensor) -> bool:
     if x.shape != y.shape:
         return False
+    # The difference of two infinities is NaN, so they are compared as they are.
     return bool((x - y).norm() <= _SAME * y.norm()) or torch.equal(x, y)
 
 

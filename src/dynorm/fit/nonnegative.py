@@ -49,7 +49,8 @@ def nonnegative_least_squares(products: Tensor, targets: Tensor) -> Tensor:
         optimum = torch.linalg.solve_ex(equations, target * free)[0]
         negative = free & (optimum <= 0)
         is_blocked = negative.any(1)
-        # The part of the way to the optimum at which each unknown reaches 0; 1 if it does not.
+        # The part of the way to the optimum at which each unknown reaches 0: 0 if it would fall
+        # from there, and 1 if it does not reach it.
         part = solution / (solution - optimum)
         part = part.where(negative & (solution > 0), (~negative).to(solution))
         step = part.amin(1, keepdim=True)

@@ -353,7 +353,7 @@ def site_errors(targets: Outputs, outputs: Outputs, masks: list[Tensor]) -> Tens
             y = site_tokens(layer, target, masks)
             f = site_tokens(layer, output, masks)
             if len(y):
-                errors.append(relative_error(f, y))
+                errors.append(unexplained_share(f, y))
     if not errors:
         raise DataError(
             "a batch must reach at least one point-wise layer with tokens, of the original's "
@@ -362,7 +362,7 @@ def site_errors(targets: Outputs, outputs: Outputs, masks: list[Tensor]) -> Tens
     return torch.stack(errors)
 
 
-def relative_error(f: Tensor, y: Tensor) -> Tensor:
+def unexplained_share(f: Tensor, y: Tensor) -> Tensor:
     """Return ``|f - y|^2 / |y - mean y|^2`` of values f and the right ones y, both (tokens, C)."""
     size = y.square().sum()
     spread = (y - y.mean(0)).square().sum()

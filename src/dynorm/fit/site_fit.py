@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from dynorm import functional
-from dynorm.arguments import MOST_CHOSEN
 from dynorm.family import NAMES
 from dynorm.fit.witnesses import DEAD, SMALL, TokenScales, Witnesses
 from dynorm.layers import AnnealedNorm, DyISRU, LinearControl, PointwiseNorm
@@ -27,23 +26,24 @@ _DECADES = (-1.0, 3.0)
 _PER_DECADE = 4
 # With witnesses beta is only the rest of the sum, and is known better.
 _WITNESSED_DECADES = (-1.0, 1.0)
-# With witnesses, beta is at least this part of the layer's typical sum. A token whose
-# witnesses are all small would come out of the layer too large, and in a pre-norm decoder larger
-# from layer to layer; a careful fit leaves it a larger constant.
-LEAST = 1e-4
-_CAREFUL = 0.3
-# The witnesses of a sample explain all of the sum, and beta is a part of it that must only be
-# positive.
-_LEAST_OF_SAMPLE = 1e-3
-# Least squares shrinks outputs that it cannot predict, and site after site the shrinkage
-# multiplies. So the slope is multiplied by |correlation|^-1/2, which undoes half of the shrinkage on
-# a log scale. A careful fit keeps the shrinkage: its layers should add less of the unknown part.
+# With witnesses, beta is at least this part of the layer's typical sum. A token whose witnesses are
+# all small would come out of the layer too large. If errors add up, it would grow from layer to
+# layer, so it is left a larger constant. The witnesses of a sample explain all of the sum, and beta
+# must only be positive.
+LEAST_BETA = 1e-4
+_LEAST_BETA_IF_ERRORS_ADD_UP = 0.3
+_LEAST_BETA_OF_SAMPLE = 1e-3
+# For the choice of a sample, a token's sum below this part of the typical one counts as that part.
+_SMALL_FOR_SAMPLE = 1e-3
+# Least squares shrinks outputs that it cannot predict. If errors add up, that is right: the layers
+# should add less of the unknown part. Otherwise the shrinkage multiplies site after site, so the
+# slope is multiplied by |correlation|^-1/2, which undoes half of it on a log scale.
 _GIVE_BACK = 0.5
 # This number of values stays in the cache of a CPU core.
 _CHUNK = 1 << 18
 _TINY = torch.finfo(torch.float64).tiny
-# Name, class and whether it has witnesses. A linear layer folds away; with witnesses it leaves one
-# number per token.
+# Name, class and whether it has witnesses. A linear layer can be folded away; one with witnesses
+# still needs a number per token.
 _SIMPLEST_FIRST = [
     ("linear", LinearControl, False),
     ("linear with witnesses", LinearControl, True),
@@ -55,8 +55,8 @@ _SIMPLEST_FIRST = [
 class Sums:
     """Sums over tokens, for each channel, of targets y and of a layer's function f with each beta.
 
-    For a layer with a bias they are of the differences of y and f from their first means. All are
-    views of one tensor, so that one exchange adds them over the ranks.
+    If the layer has a bias, y and f are first reduced by their means over the first tokens. All sums
+    are views of one tensor, so that one exchange adds them over the ranks.
     """
 
     def __init__(self, candidates: int, like: Tensor) -> None:
@@ -74,11 +74,15 @@ class Sums:
 
 @dataclass(frozen=True)
 class LeastSquares:
-    """The best line from the function to the target, of each candidate beta and channel, all (candidates, C)."""
+    """The line from the function to the target, of each candidate beta and channel, all (candidates, C).
 
-    slope: Tensor  # with half of the shrinkage given back, unless the fit is careful
+    Beta is chosen by the residual, as if nothing were given back. The report has the error, which is
+    that of the layer.
+    """
+
+    slope: Tensor  # with half of the shrinkage given back, unless errors add up
     offset: Tensor
-    residual: Tensor  # the mean squared error of the best slope
+    residual: Tensor  # the mean squared error of the slope of least squares
     error: Tensor  # the mean squared error of this slope
 
 
@@ -106,12 +110,12 @@ class SiteFit:
     function, the sums start again from 0.
 
     Of an annealed layer only the constants are fitted, to the core of its norm. All ``ranks`` add
-    their own tokens, at the same time. A ``careful`` fit makes outputs too small rather than too
-    large: it is meant for layers whose errors add up.
+    their own tokens, at the same time. If the layers' ``errors_add_up``, outputs are made too small
+    rather than too large.
     """
 
     def __init__(
-        self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks, *, careful: bool = False
+        self, layer: PointwiseNorm, norm: Replaced, ranks: Ranks, *, errors_add_up: bool = False
     ) -> None:
         self.layer = layer
         self.kind = norm.site.kind
@@ -119,57 +123,57 @@ class SiteFit:
         self.tokens = 0
         self.witnesses: Witnesses | None = None
         self._ranks = ranks
-        self._careful = careful
-        self._most_witnesses = norm.witnesses
+        self._errors_add_up = errors_add_up
         self._function: type[PointwiseNorm] = type(layer)
-        self._weight: Tensor | None = None
+        self._factor: Tensor | None = None
         self._has_bias = False
         if isinstance(layer, AnnealedNorm):
             self._function = layer.target
         else:
-            weight = layer.factor()
-            if weight is not None:
-                self._weight = weight.detach().to(torch.float64, copy=True).flatten()
+            factor = layer.factor()
+            if factor is not None:
+                self._factor = factor.detach().to(torch.float64, copy=True).flatten()
                 self._has_bias = layer.bias is not None
-        self._betas: Tensor | None = None
-        self._updates = 0
-        self._weight_sum = 0.0
-        self._solution: Solution | None = None
         self._scales: TokenScales | None = None
-        if norm.witnesses:
-            # Those that an earlier calibration chose are chosen again.
-            self._scales = self._new_scales(None, norm.witnesses)
-        elif layer.witness_channels:
-            self._scales = self._new_scales(layer.witness_channels, len(layer.witness_channels))
+        # Those that an earlier calibration chose are chosen again.
+        fixed = () if norm.witnesses else layer.witness_channels
+        if norm.witnesses or fixed:
+            self._scales = TokenScales(
+                self.kind, self.eps, ranks, norm.witnesses, fixed=fixed, robust=errors_add_up
+            )
+        self._updates = 0
+        self._solution: Solution | None = None
+        # From the first tokens that have a spread over their channels.
+        self._has_started = False
+        self._typical: float
+        self._center: Tensor
+        # From each choice of witnesses, and without witnesses from the first tokens.
+        self._betas: Tensor
+        self._closed_form: int
+        self._probe: PointwiseNorm
+        self._y0: Tensor
+        self._f0: Tensor
+        self._sums: Sums
+        self._weight_sum: float
 
     @property
     def is_sampled(self) -> bool:
         """Whether the witnesses are a sample of all channels."""
-        return self._most_witnesses > MOST_CHOSEN
-
-    def _new_scales(self, fixed: tuple[int, ...] | None, count: int) -> TokenScales:
-        sample = count if fixed is None and self.is_sampled else 0
-        robust_for = count if self._careful and not sample else 0
-        return TokenScales(
-            self.kind, self.eps, fixed, self._ranks, robust_for=robust_for, sample=sample
-        )
+        return self._scales is not None and self._scales.is_sample
 
     @torch.no_grad()
-    def update(
-        self, x: Tensor, y: Tensor, weight: float = 1.0, numbers: Tensor | None = None
-    ) -> None:
+    def update(self, x: Tensor, y: Tensor, weight: float, numbers: Tensor) -> None:
         """Add tokens x, finite, with the outputs y that the layer should return, both (tokens, C).
 
         Each counts ``weight`` times. Until a token has a spread over its channels, nothing can be
-        fitted and nothing is added. ``numbers`` are the tokens' numbers among those of all ranks;
-        by default the tokens of an update are numbered rank after rank.
+        fitted and nothing is added. ``numbers`` are the tokens' numbers among those of all ranks.
         """
         if isinstance(self.layer, AnnealedNorm):
             core = functional.layer_norm if self.kind == "layernorm" else functional.rms_norm
             y = core(x, eps=self.eps)
-        if self._betas is None:
+        if not self._has_started:
             self._start(x)
-        if self._betas is None:
+        if not self._has_started:
             return
         counts = self._ranks.exchange(len(x))
         if not any(counts):
@@ -177,9 +181,6 @@ class SiteFit:
             return
         self._updates += 1
         if self._scales is not None:
-            if numbers is None:
-                first = self.tokens + sum(counts[: self._ranks.rank])
-                numbers = first + torch.arange(len(x), device=x.device, dtype=torch.float64)
             self._scales.update(x - self._center, numbers)
         # Choose again at the updates 1, 2, 4, 8 and so on. Other witnesses than before start new
         # sums. Just before the next choice these hold at least half of all tokens, if updates are
@@ -210,28 +211,29 @@ class SiteFit:
         layer = self.layer
         shape = layer.normalized_shape
         layer.fill_slope_(solution.beta.reshape(shape) if layer.per_channel else solution.beta[:1])
-        if self._weight is not None:
+        if self._factor is not None:
             layer.set_factor_(solution.weight)
             if layer.bias is not None:
                 layer.bias.copy_(solution.bias.reshape(shape))
 
     def _solve(self) -> Solution | None:
-        if self._betas is None:
+        if not self._has_started:
             return None
         lines = self._least_squares()
         residual = lines.residual
         score = residual
         if not self.layer.per_channel:
             score = residual.sum(1, keepdim=True).expand_as(residual)
-        lowest, best = score.min(0)
+        lowest, chosen = score.min(0)
         # The closed form's beta, if another is better only by rounding.
-        best = best.masked_fill(score[self._closed_form] <= lowest * (1 + 1e-6), self._closed_form)
+        is_as_good = score[self._closed_form] <= lowest * (1 + 1e-6)
+        chosen = chosen.masked_fill(is_as_good, self._closed_form)
         channel = torch.arange(residual.shape[1], device=residual.device)
         return Solution(
-            beta=self._betas[best],
-            weight=lines.slope[best, channel],
-            bias=lines.offset[best, channel],
-            error=lines.error[best, channel],
+            beta=self._betas[chosen],
+            weight=lines.slope[chosen, channel],
+            bias=lines.offset[chosen, channel],
+            error=lines.error[chosen, channel],
         )
 
     @property
@@ -267,11 +269,12 @@ class SiteFit:
         sums = self._ranks.summed(torch.stack([logarithms, torch.full_like(logarithms, count)]))
         if not sums[1].any():
             return
-        self._typical = (sums[0] / sums[1]).mean().exp()
+        self._has_started = True
+        self._typical = float((sums[0] / sums[1]).mean().exp())
         if self._scales is not None:
-            smallest = _LEAST_OF_SAMPLE if self.is_sampled else SMALL
-            self._scales.least = smallest * float(self._typical)
-        self._betas = self._grid(*_DECADES, x) * self._typical
+            small = _SMALL_FOR_SAMPLE if self.is_sampled else SMALL
+            self._scales.least = small * self._typical
+        self._set_candidates_(*_DECADES, self._typical, x.device)
         center = x.new_zeros(())
         # With witnesses 0 is the better start (measured: 0.004 of cosine): the bias takes the
         # centre over.
@@ -290,15 +293,12 @@ class SiteFit:
             changed = self._choose_witnesses_(self._scales, x)
         if not changed:
             return
-        assert self._betas is not None
-        layer = self.layer
-        constant = getattr(layer, layer.constants[0])
         self._probe = self._function(
             x.shape[1],
             elementwise_affine=False,
-            scale=layer.scale,
+            scale=self.layer.scale,
             device=x.device,
-            dtype=constant.dtype,
+            dtype=self.layer.first_constant.dtype,
         )
         if self.witnesses is not None:
             self._probe.set_witnesses_(self.witnesses.channels, self.witnesses.gains)
@@ -315,7 +315,7 @@ class SiteFit:
     def _choose_witnesses_(self, scales: TokenScales, x: Tensor) -> bool:
         """Give the layer the witnesses for all tokens so far; return whether they are others than before."""
         before = self.witnesses
-        chosen = scales.choose(self._most_witnesses)
+        chosen = scales.choose()
         self.witnesses = chosen
         if (
             before is not None
@@ -324,34 +324,36 @@ class SiteFit:
         ):
             return False
         self.layer.set_witnesses_(chosen.channels, chosen.gains)
-        beta = float(self._typical)
+        beta = self._typical
         low, high = _DECADES
         if chosen.channels:
             # If the witnesses explain all, the constant would be 0. A small one stays so that its logarithm exists.
-            least = _CAREFUL if self._careful else LEAST
-            if self.is_sampled:
-                least = _LEAST_OF_SAMPLE
-            beta = max(chosen.beta, least * beta)
+            least = LEAST_BETA
             low, high = _WITNESSED_DECADES
-            if self._careful and not self.is_sampled:
+            if scales.is_sample:
+                least = _LEAST_BETA_OF_SAMPLE
+            elif self._errors_add_up:
+                least = _LEAST_BETA_IF_ERRORS_ADD_UP
                 low = 0.0
-        self._betas = self._grid(low, high, x) * beta
+            beta = max(chosen.beta, least * beta)
+        self._set_candidates_(low, high, beta, x.device)
         self.layer.fill_slope_(self._betas[self._closed_form])
         return True
 
-    def _grid(self, low: float, high: float, like: Tensor) -> Tensor:
-        """Return candidates for beta in units of a first estimate; ``_closed_form`` is the position of that one."""
+    def _set_candidates_(
+        self, low: float, high: float, estimate: float, device: torch.device
+    ) -> None:
+        """Set the candidates for beta, from 10^low to 10^high times a first estimate, which is one of them."""
         count = round(_PER_DECADE * (high - low)) + 1
-        grid = torch.logspace(low, high, count, dtype=torch.float64, device=like.device)
-        if isinstance(self.layer, LinearControl) and self._weight is not None:
+        grid = torch.logspace(low, high, count, dtype=torch.float64, device=device)
+        if isinstance(self.layer, LinearControl) and self._factor is not None:
             # Its weight takes the slope; beta would only be a second name for it.
             grid = grid.new_ones(1)
+        self._betas = grid * estimate
         self._closed_form = int(grid.log().abs().argmin())
-        return grid
 
     def _functions(self, x: Tensor) -> Iterator[Tensor]:
         """Yield the layer's function of tokens for each candidate beta."""
-        assert self._betas is not None
         centred = x - self._center
         for beta in self._betas:
             self._probe.fill_slope_(beta)
@@ -378,7 +380,7 @@ class SiteFit:
         f = self._sums.f / self._weight_sum
         ff = self._sums.ff / self._weight_sum
         fy = self._sums.fy / self._weight_sum
-        if self._weight is None:
+        if self._factor is None:
             residual = yy - 2 * fy + ff
             return LeastSquares(torch.ones_like(f), torch.zeros_like(f), residual, residual)
         if self._has_bias:
@@ -396,17 +398,17 @@ class SiteFit:
             var_y = yy
         # A function that is constant determines no slope: the norm's weight stays.
         varies = var_f > DEAD * (var_f + mean_f * mean_f)
-        best = torch.where(varies, cov / var_f.clamp_min(_TINY), 0.0)
-        residual = (var_y - best * cov).clamp_min(0)
-        slope = best
-        if not self._careful:
+        optimum = torch.where(varies, cov / var_f.clamp_min(_TINY), 0.0)
+        residual = (var_y - optimum * cov).clamp_min(0)
+        slope = optimum
+        if not self._errors_add_up:
             # The outputs of the best slope have |correlation| times the target's spread.
             # A target that is 0 has no size to give back.
             ratio = torch.where(var_y > _TINY, var_f.clamp_min(0) / var_y.clamp_min(_TINY), 0.0)
             correlation = (slope.abs() * ratio.sqrt()).clamp(1e-2, 1)
             slope = slope * correlation**-_GIVE_BACK
-        slope = torch.where(varies, slope, self._weight)
-        error = residual + var_f.clamp_min(0) * (slope - best).square()
+        slope = torch.where(varies, slope, self._factor)
+        error = residual + var_f.clamp_min(0) * (slope - optimum).square()
         return LeastSquares(slope, mean_y - slope * mean_f, residual, error)
 
 
@@ -415,8 +417,9 @@ class SiteChoice:
 
     There is only one, the layer at the site, unless the norm was replaced by "auto". The tokens of
     each :meth:`fit_` first measure the layers as they are, and are then fitted to. So all tokens
-    but those of the first call are held out once, and none is lost to the fit. ``tolerance`` is how
-    far the chosen layer's error may lie above the best one, over the target's spread.
+    but those of the first call are held out once, and none is lost to the fit. ``place`` is the
+    site's number in call order. ``tolerance`` is how far the chosen layer's error may lie above the
+    best one, over the target's spread.
     """
 
     def __init__(
@@ -425,11 +428,13 @@ class SiteChoice:
         norm: Replaced,
         ranks: Ranks,
         path: str,
+        place: int,
         *,
-        careful: bool,
+        errors_add_up: bool,
         tolerance: float,
     ) -> None:
         self.path = path
+        self.place = place
         self._layer = layer
         self._norm = norm
         self._ranks = ranks
@@ -441,11 +446,14 @@ class SiteChoice:
                     continue
                 count = norm.witnesses if has_witnesses else 0
                 self._fits[name] = SiteFit(
-                    _of_kind(layer, kind), norm._replace(witnesses=count), ranks, careful=careful
+                    _of_kind(layer, kind),
+                    norm._replace(witnesses=count),
+                    ranks,
+                    errors_add_up=errors_add_up,
                 )
         else:
             name = NAMES.get(type(layer), "")
-            self._fits[name] = SiteFit(layer, norm, ranks, careful=careful)
+            self._fits[name] = SiteFit(layer, norm, ranks, errors_add_up=errors_add_up)
         # The simplest layer that is accurate enough so far. The errors are on held-out tokens, if there are any.
         self.name, self.fit = next(iter(self._fits.items()))
         self.errors: dict[str, float] = {}
@@ -464,9 +472,9 @@ class SiteChoice:
         y: Tensor,
         weight: float,
         run: Callable[[PointwiseNorm], Tensor],
-        numbers: Tensor | None = None,
+        numbers: Tensor,
     ) -> None:
-        """Measure all layers, as they are, on new tokens; then fit them to these too.
+        """Measure all layers, as they are, on new tokens; fit them to these too, and choose one.
 
         ``run`` returns a layer's outputs for the tokens.
         """
@@ -495,8 +503,8 @@ class SiteChoice:
         self.fit = self._fits[self.name]
 
     @torch.no_grad()
-    def settled(self) -> PointwiseNorm:
-        """Return the chosen layer, to replace the one before with its weight and bias, hooks and mode."""
+    def settle_(self) -> PointwiseNorm:
+        """Give the chosen layer the weight and bias, hooks and mode of the one before, and return it."""
         before = self._layer
         chosen = self.fit.layer
         if chosen is before or not self.fit.tokens:
@@ -516,7 +524,7 @@ class SiteChoice:
 @torch.inference_mode(False)
 def _of_kind(layer: PointwiseNorm, kind: type[PointwiseNorm]) -> PointwiseNorm:
     """Return a layer of another kind, without witnesses, with the same arguments, weight and bias."""
-    constant = getattr(layer, layer.constants[0])
+    constant = layer.first_constant
     new = kind(**layer.config() | {"witnesses": ()}, device=constant.device, dtype=constant.dtype)
     new.requires_grad_(constant.requires_grad)
     for name in ("weight", "bias"):

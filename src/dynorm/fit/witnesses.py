@@ -13,6 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from dynorm.arguments import MOST_CHOSEN
 from dynorm.fit.nonnegative import nonnegative_least_squares
 from dynorm.ranks import Ranks
 from dynorm.theory import token_moment
@@ -28,7 +29,7 @@ _LARGE = 0.2
 # A variance or a squared error below this part of the mean square is rounding, about 1e-6 of the
 # size.
 DEAD = 1e-12
-# A sum below this part of a typical one counts as that part.
+# A sum below this part of the typical one is raised to that part.
 SMALL = 0.25
 # The report shows the errors with up to this number of channels, even if the layer gets fewer.
 _REPORTED = 4
@@ -36,7 +37,7 @@ _TINY = 1e-300
 # How strongly the gains of a sample are drawn to those that estimate the sum without bias, as a part
 # of the mean square of its columns. A hundred times less or more changes little.
 _TOWARDS_UNBIASED = 1e-4
-# How many times its share of the other channels a sampled one may stand for.
+# The gain of a sampled channel is at most this many times (other channels / sampled channels).
 _MOST_REPRESENTED = 4
 # Rounds of new weights for the tokens, and the least ratio of estimate to sum that they look at.
 _ROUNDS = 2
@@ -60,6 +61,8 @@ class Witnesses:
     beta: float  # the constant that replaces the rest of the sum
     # How much of the variation of the size over held-out tokens 0, 1, 2, ... channels explain, at
     # most 1; for fixed channels only of none and of all. Below 0, they explain less than a constant.
+    # The tokens are those of the calibration, and a token with the sum S has the weight S^0.2.
+    # ``SiteReport.explained`` differs in both, and allows a factor.
     explained: tuple[float, ...]
 
     @property
@@ -95,11 +98,11 @@ class Gram:
         constant = channels.new_full((*channels.shape[:-1], 1), self.candidates)
         return torch.cat([channels, constant], -1)
 
-    def drawn_to(self, gains: Tensor) -> "Gram":
-        """Return the sums with a penalty on the squared distance of the gains from the given ones.
+    def for_sample(self, unbiased: Tensor) -> "Gram":
+        """Return the sums without the constant, and with a penalty on the gains' squared distance from given ones.
 
-        The constant is left out, because a sample explains all of the sum. A small token would come
-        out of the layer far too small with a constant that fits the others.
+        A sample explains all of the sum: with a constant that fits the other tokens, a small one
+        would come out of the layer far too small.
         """
         strength = _TOWARDS_UNBIASED * self.products.diagonal()[:-1].mean()
         products = self.products.clone()
@@ -107,7 +110,7 @@ class Gram:
         products[:, -1] = 0.0
         products.diagonal()[:-1] += strength
         targets = self.targets.clone()
-        targets[:-1] += strength * gains
+        targets[:-1] += strength * unbiased
         targets[-1] = 0.0
         return Gram(products, targets, self.weight)
 
@@ -125,6 +128,10 @@ class Gram:
         # With tokens of one size only rounding remains, and one processor would find a witness in
         # it where another does not.
         return float((error / self.weight.clamp_min(_TINY)).clamp_min(DEAD))
+
+    def error_on(self, held_out: "Gram", channels: Tensor) -> float:
+        """Return the error on other tokens with the gains and the constant that fit these best."""
+        return held_out.error(channels, self.solve(channels[None])[0])
 
     def growing_sets(self, limit: int) -> "Iterator[ChannelSet]":
         """Yield sets of 1, 2, ... channels: each time the one is added that lessens the error most."""
@@ -208,16 +215,15 @@ class TokenScales:
     factor lets a large token count by its size: one that is missed comes out too large, not too
     small, and the relative error hardly shows it.
 
-    The sums are a matrix of 66 x 66 for the 64 channels whose part :math:`u_k^2 / S` varies most in
-    the first tokens, and a second one for the held-out quarter of the tokens.
+    At most ``most`` channels are chosen. The sums are a matrix of 66 x 66 for the 64 channels whose
+    part :math:`u_k^2 / S` varies most in the first tokens, and a second one for the held-out quarter
+    of the tokens. If ``most`` is above 16, the channels are a :class:`Sample` by the first tokens, and
+    the gains are drawn a little to those that make the estimate unbiased. With ``fixed`` channels only
+    the gains are fitted.
 
-    With ``robust_for``, the number of channels to choose, the error is that of :math:`\log S`: the
-    tokens of each update get weights that depend on how far the estimate is off. ``explained``
-    stays that of the relative error.
-
-    With fixed ``channels`` only the gains are fitted. With ``sample``, a number above 16, the
-    channels are a :class:`Sample` by the first tokens, and the gains are drawn a little to those that
-    make the estimate unbiased.
+    With ``robust`` the error is that of :math:`\log S`, except for a sample: the tokens of each update
+    get weights that depend on how far the estimate is off. ``explained`` stays that of the relative
+    error.
 
     All ``ranks`` add their own tokens, at the same time. A sum below ``least`` counts as that; None
     takes a quarter of the typical sum of this rank's first tokens.
@@ -227,27 +233,28 @@ class TokenScales:
         self,
         kind: str,
         eps: float,
-        channels: Sequence[int] | None,
         ranks: Ranks,
+        most: int = 0,
         *,
+        fixed: Sequence[int] = (),
         least: float | None = None,
-        robust_for: int = 0,
-        sample: int = 0,
+        robust: bool = False,
     ) -> None:
+        self.is_sample = most > MOST_CHOSEN
+        self.least = least
         self._kind = kind
         self._eps = eps
         self._ranks = ranks
+        self._most = most
+        self._robust = robust and not self.is_sample
         self._channels: Tensor | None = None
-        self._fixed = channels is not None
+        self._fixed = bool(fixed)
         self._seen = 0
-        self.least = least
-        self._robust_for = robust_for
-        self._sample = sample
         self._unbiased: Tensor | None = None
         size = 1  # The first sums make it that of the candidates.
-        if channels is not None:
-            self._channels = torch.tensor(channels, device="cpu")
-            size = len(channels) + 2
+        if fixed:
+            self._channels = torch.tensor(fixed, device="cpu")
+            size = len(fixed) + 2
         self._sums = torch.zeros(2, size, size, dtype=torch.float64, device="cpu")
         self._robust_sums = self._sums.clone()
 
@@ -269,7 +276,7 @@ class TokenScales:
             self._robust_sums = self._robust_sums.to(u.device)
         tokens = self._tokens(u, self._channels.to(u.device), numbers)
         sums = tokens.sums()
-        if self._robust_for:
+        if self._robust:
             self._robust_sums = self._robust_sums + self._reweighted(tokens, sums)
         self._sums = self._sums + sums
 
@@ -286,7 +293,7 @@ class TokenScales:
             gram = Gram.of(total[0] + total[1])
             channels = torch.arange(gram.candidates, device="cpu")
             if not self._fixed:
-                limit = min(self._robust_for, gram.candidates)
+                limit = min(self._most, gram.candidates)
                 channels = list(gram.growing_sets(limit))[-1].channels
             solution = gram.solve(channels[None])[0]
             columns = gram.columns(channels).to(tokens.columns.device)
@@ -341,8 +348,8 @@ class TokenScales:
         if not sums[2].any():
             return
         mean = sums[0] / sums[2]
-        if self._sample:
-            sample = Sample.of(mean, sums[1], min(self._sample, len(mean)))
+        if self.is_sample:
+            sample = Sample.of(mean, sums[1], min(self._most, len(mean)))
             self._channels = sample.channels
             self._unbiased = sample.gains.cpu()
             self._fixed = True
@@ -364,61 +371,52 @@ class TokenScales:
         """Return the tokens in pieces, at least one, whose copies in float64 need little memory."""
         return torch.split(u, max(1, _CHUNK // u.shape[1]))
 
-    def choose(self, limit: int) -> Witnesses:
-        """Return at most ``limit`` witnesses, added one by one while each lessens the held-out error by 2 %.
+    def choose(self) -> Witnesses:
+        """Return the witnesses for all tokens so far; call it on every rank.
 
-        Fixed channels are all taken, however little they explain. Call it on every rank.
+        They are added one by one while each lessens the held-out error by 2 %. Fixed channels are all
+        taken, however little they explain.
         """
         if self._channels is None:
             # No token had a spread.
             return Witnesses((), (), 0.0, (0.0,))
         sums = self._ranks.summed(self._sums.clone()).cpu()
         robust_sums = sums
-        if self._robust_for:
+        if self._robust:
             robust_sums = self._ranks.summed(self._robust_sums.clone()).cpu()
-        weights = sums[:, -1, -1]
-        if (weights <= 0).any():
+        limit = self._most
+        if (sums[:, -1, -1] <= 0).any():
             # The few tokens are all on one side: nothing can be judged, and nothing is chosen.
             limit = 0
             sums = sums.sum(0).expand(2, -1, -1) / 2
             robust_sums = robust_sums.sum(0).expand(2, -1, -1) / 2
-        fitted = self._drawn(Gram.of(sums[0]))
+        fitted = Gram.of(sums[0])
         held_out = Gram.of(sums[1])
-        nothing = torch.arange(0, device="cpu")
-        # Without witnesses there is only the constant, so it is fitted; with a sample it is 0.
-        constant = Gram.of(sums[0]).solve(nothing[None])[0]
-        errors = [held_out.error(nothing, constant)]
-        if self._fixed:
-            chosen = torch.arange(fitted.candidates, device="cpu")
-            errors.append(held_out.error(chosen, fitted.solve(chosen[None])[0]))
-        else:
-            chosen = nothing
-            robust_fitted = Gram.of(robust_sums[0])
-            robust_held_out = Gram.of(robust_sums[1])
-            last_robust_error = robust_held_out.error(
-                nothing, robust_fitted.solve(nothing[None])[0]
-            )
-            is_worth_it = True
-            most = min(max(limit, _REPORTED), fitted.candidates)
-            # After the first channel that is not worth it, the loop goes on only for the errors
-            # in the report.
-            for tried in robust_fitted.growing_sets(most):
-                solution = fitted.solve(tried.channels[None])[0]
-                errors.append(held_out.error(tried.channels, solution))
-                robust_error = robust_held_out.error(tried.channels, tried.solution)
-                is_better = robust_error < (1 - _WORTH) * last_robust_error
-                last_robust_error = robust_error
-                if len(tried.channels) > limit or not is_better:
-                    is_worth_it = False
-                if is_worth_it:
-                    chosen = tried.channels
         # The channels are chosen; their gains may be fitted to all tokens.
         everything = Gram.of(robust_sums[0] + robust_sums[1])
+        nothing = torch.arange(0, device="cpu")
+        # Without witnesses there is only the constant, so it is fitted; with a sample it is 0.
+        errors = [fitted.error_on(held_out, nothing)]
+        if self._fixed:
+            chosen = torch.arange(fitted.candidates, device="cpu")
+            errors.append(self._for_gains(fitted).error_on(held_out, chosen))
+        else:
+            chosen, errors_of_more = _grown(sums, robust_sums, limit)
+            errors += errors_of_more
         if self._unbiased is not None and errors[0] <= errors[1]:
             # The tokens are so alike that a constant is nearer than a sample.
             chosen = nothing
         else:
-            everything = self._drawn(everything)
+            everything = self._for_gains(everything)
+        return self._witnesses(chosen, everything, errors)
+
+    def _for_gains(self, gram: Gram) -> Gram:
+        """Return the sums to fit the gains by: those of a sample are drawn to the unbiased ones."""
+        return gram if self._unbiased is None else gram.for_sample(self._unbiased)
+
+    def _witnesses(self, chosen: Tensor, everything: Gram, errors: list[float]) -> Witnesses:
+        """Fit the gains of the chosen candidates; ``errors`` are those with 0, 1, 2, ... channels."""
+        assert self._channels is not None
         solved: list[float] = everything.solve(chosen[None])[0].tolist()
         beta = solved.pop()
         channels = []
@@ -434,6 +432,26 @@ class TokenScales:
         explained = [1 - least / errors[0] for least in accumulate(errors, min)]
         return Witnesses(tuple(channels), tuple(gains), beta, tuple(explained))
 
-    def _drawn(self, gram: Gram) -> Gram:
-        """Return the sums for the fit of the gains: those of a sample are drawn to the unbiased ones."""
-        return gram if self._unbiased is None else gram.drawn_to(self._unbiased)
+
+def _grown(sums: Tensor, robust_sums: Tensor, limit: int) -> tuple[Tensor, list[float]]:
+    """Return at most ``limit`` channels, chosen by the robust sums, and the errors with 1, 2, ... channels."""
+    fitted = Gram.of(sums[0])
+    held_out = Gram.of(sums[1])
+    robust_fitted = Gram.of(robust_sums[0])
+    robust_held_out = Gram.of(robust_sums[1])
+    chosen = torch.arange(0, device="cpu")
+    last_robust_error = robust_fitted.error_on(robust_held_out, chosen)
+    errors = []
+    is_worth_it = True
+    # After the first channel that is not worth it, the loop goes on only for the errors in the
+    # report.
+    for tried in robust_fitted.growing_sets(min(max(limit, _REPORTED), fitted.candidates)):
+        errors.append(fitted.error_on(held_out, tried.channels))
+        robust_error = robust_held_out.error(tried.channels, tried.solution)
+        is_better = robust_error < (1 - _WORTH) * last_robust_error
+        last_robust_error = robust_error
+        if len(tried.channels) > limit or not is_better:
+            is_worth_it = False
+        if is_worth_it:
+            chosen = tried.channels
+    return chosen, errors

@@ -15,7 +15,7 @@ from dynorm.guard import edited_parts, require_plain_model, unchanged_on_error
 from dynorm.jobs.means import fold_means_
 from dynorm.layers import AnnealedNorm
 from dynorm.recipe import ModelFields, Recipe
-from dynorm.replace import convert_
+from dynorm.replace.convert import convert_sites_
 from dynorm.report import ModelReport, measure
 from dynorm.report.cost import costs
 from dynorm.train.distill import distill_
@@ -110,7 +110,8 @@ def _convert_(
         means = fold_means_(model, fit[0], recipe, fit[1:])
         if means is not None:
             stages["fold_means"] = means.to_dict()
-    convert_(model, find_norms(model, *args, **kwargs), **recipe.convert_fields)
+    sites = find_norms(model, *args, **kwargs)
+    convert_sites_(model, sites, recipe.sites or {}, recipe.base, recipe.only, recipe.skip)
     calibrate_(model, fit, lean=recipe.lean, tolerance=recipe.tolerance)
     if recipe.refine:
         refine_(model, fit, steps=recipe.refine, **recipe.refine_fields)

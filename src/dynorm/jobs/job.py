@@ -34,13 +34,13 @@ from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import read_texts, split_audio, split_texts, standard_library_docstrings
 from dynorm.ranks import Ranks
 from dynorm.recipe import REST, Recipe
-from dynorm.replace import ConversionReport, convert_
+from dynorm.replace.convert import ConversionReport, convert_sites_
 from dynorm.replace.edits import is_changed
 from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
 from dynorm.report.cost import costs
 from dynorm.report.records import Continuation
-from dynorm.site import as_globs
+from dynorm.site import as_strings
 from dynorm.table import JsonObject
 from dynorm.train.distill import FEW, distill_
 
@@ -84,7 +84,7 @@ def load_job(
 ) -> Job:
     """Load a model with its samples, and fill the recipe; cheap checks come first."""
     checkpoint = Checkpoint(source, device, dtype)
-    globs = (*as_globs(recipe.only), *as_globs(recipe.skip), *(recipe.sites or {}))
+    globs = (*as_strings(recipe.only), *as_strings(recipe.skip), *(recipe.sites or {}))
     checkpoint.require_modules([glob for glob in globs if glob != REST])
     noun = checkpoint.require_kind(samples)
     language_model = checkpoint.language_model
@@ -203,14 +203,15 @@ class Job:
 
     def replace_norms_(self, batches: Batches) -> ConversionReport:
         """Keep a copy of the original, and replace the norms, without their means if the recipe says so."""
+        recipe = self.recipe
         model = self.pretrained.model
         if self.original is None:
             self.original = copy.deepcopy(model)
         batch = batches[len(batches) // 2]
         _, example = arguments(model, batch)
-        if self.recipe.fold_means:
+        if recipe.fold_means:
             with self.stage("fold_means"):
-                means = fold_means_(model, batch, self.recipe, batches)
+                means = fold_means_(model, batch, recipe, batches)
             if means is not None:
                 self.say(str(means))
                 self.details["fold_means"] = means.to_dict()
@@ -222,7 +223,9 @@ class Job:
                 "convert the original"
             )
         with self.stage("convert"):
-            return convert_(model, sites, **self.recipe.convert_fields)
+            return convert_sites_(
+                model, sites, recipe.sites or {}, recipe.base, recipe.only, recipe.skip
+            )
 
     def convert_(self) -> None:
         """Replace the norms, and calibrate the new layers."""

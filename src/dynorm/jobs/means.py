@@ -6,7 +6,7 @@ write into a residual stream are linear, the mean can be taken out of them, exac
 
 import glob
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +25,12 @@ from dynorm.stream.tensors import tensors_in
 from dynorm.table import PlainRecord
 
 _HALVES = (torch.float16, torch.bfloat16)
+# The relative error of the outputs that a fold may cause, in float32 and in a half.
 _TOLERANCE = 1e-3
 _TOLERANCE_OF_HALVES = 0.05
-# Besides the first batch, this number of others is compared.
+# This number of other batches is compared too, evenly spaced.
 _COMPARED = 4
-ALL_NORMS = Recipe()
+DEFAULT_RECIPE = Recipe()
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class FoldedMeans(PlainRecord):
 
 
 def fold_means_(
-    model: nn.Module, batch: Batch, recipe: Recipe = ALL_NORMS, others: Sequence[Batch] = ()
+    model: nn.Module, batch: Batch, recipe: Recipe = DEFAULT_RECIPE, others: Sequence[Batch] = ()
 ) -> FoldedMeans | None:
     """Fold the means of the LayerNorms that a recipe replaces, in place; return None if there are none.
 
@@ -89,11 +90,11 @@ def fold_means_(
     # fold_ takes a list for one argument.
     if isinstance(batch, list):
         batch = tuple(batch)
-    compared = others[:: max(1, len(others) // _COMPARED)][:_COMPARED]
+    step = max(1, len(others) // _COMPARED)
+    compared = others[::step][:_COMPARED]
     args, kwargs = arguments(model, batch)
     sites = find_norms(model, *args, **kwargs)
-    by_glob = recipe.target if isinstance(recipe.target, Mapping) else {}
-    selected = selected_options(sites, by_glob, recipe.base, recipe.only, recipe.skip)
+    selected = selected_options(sites, recipe.sites or {}, recipe.base, recipe.only, recipe.skip)
     paths = []
     for site in sites:
         if site.kind == "layernorm" and site.refused is None and site.path in selected:

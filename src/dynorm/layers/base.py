@@ -24,7 +24,7 @@ from dynorm.errors import ArgumentError
 Arguments = ParamSpec("Arguments")
 
 
-class LayerOptions(TypedDict, total=False):
+class LayerArguments(TypedDict, total=False):
     """The keyword arguments that every point-wise layer takes."""
 
     elementwise_affine: bool
@@ -79,8 +79,8 @@ class PointwiseNorm(nn.Module):
 
     With witnesses K the constant of a token is ``beta + sum over k in K of gain_k * (x_k -
     center_k)^2``: the layer also reads these channels of the token, and is no longer a function
-    of one channel. Their gains are learned as ``log_gain``. Without witnesses the layer has
-    neither.
+    of one channel. Their gains are learned as ``log_gain``. Without witnesses the layer has no
+    ``log_gain`` and no ``witnesses``.
 
     Args:
         normalized_shape: the size C of the channel axis, or the sizes of the last axes; this
@@ -95,9 +95,9 @@ class PointwiseNorm(nn.Module):
         device: where the parameters live; ``"meta"`` makes none.
 
     Raises:
-        ArgumentError: a size is not positive, ``dim`` and ``normalized_shape`` disagree, ``scale``
-            or ``weight_offset`` is not finite, or ``scale`` is 0, a witness is out of range or
-            named twice, ``dtype`` is not floating point, or ``output_dtype`` is not such a rule.
+        ArgumentError: a size is not positive; ``dim`` and ``normalized_shape`` disagree; ``scale``
+            is 0 or not finite; ``weight_offset`` is not finite; a witness is out of range or named
+            twice; ``dtype`` is not floating point; or ``output_dtype`` is not such a rule.
     """
 
     _dynorm_layer: ClassVar[bool] = True
@@ -109,6 +109,7 @@ class PointwiseNorm(nn.Module):
     constants: ClassVar[tuple[str, ...]] = ()
     # The constructor's arguments that a subclass adds, each also an attribute.
     own_arguments: ClassVar[tuple[str, ...]] = ()
+    # The constants whose learning rate is in proportion to their size.
     relative_constants: ClassVar[tuple[str, ...]] = ()
 
     weight: nn.Parameter | None
@@ -181,6 +182,12 @@ class PointwiseNorm(nn.Module):
         ``norm1.eps == norm2.eps``; NaN equals nothing, so the layer is really called.
         """
         return math.nan
+
+    @property
+    def first_constant(self) -> nn.Parameter:
+        """The constant that sets the slope."""
+        constant: nn.Parameter = getattr(self, self.constants[0])
+        return constant
 
     def reset_parameters(self) -> None:
         """Set each channel's factor to 1, bias and centre to 0, the constants to their defaults."""
@@ -395,7 +402,7 @@ class PointwiseNorm(nn.Module):
             ModelError: the layer's parameters are the placeholders of DeepSpeed's ZeRO-3.
         """
         require_gathered(self)
-        constant: Tensor = getattr(self, self.constants[0])
+        constant = self.first_constant
         if isinstance(beta, Tensor):
             value = beta
         else:
@@ -414,7 +421,7 @@ class PointwiseNorm(nn.Module):
 
     def fill_slope_(self, beta: Tensor) -> None:
         """Set the slope as :meth:`set_slope_` does, without its check: that waits for a GPU."""
-        _store_(getattr(self, self.constants[0]), self.constant_from(beta.detach()))
+        _store_(self.first_constant, self.constant_from(beta.detach()))
 
     def fill_gains_(self, gains: Tensor) -> None:
         """Set the gains of the witnesses, in their order."""
@@ -458,7 +465,7 @@ class PointwiseNorm(nn.Module):
             )
         log_gain = None
         if channels:
-            constant = getattr(self, self.constants[0])
+            constant = self.first_constant
             logarithms = torch.tensor(values, dtype=torch.float64, device="cpu").log()
             log_gain = nn.Parameter(
                 logarithms.to(constant.device, constant.dtype), constant.requires_grad
@@ -575,7 +582,7 @@ class LogBetaNorm(PointwiseNorm):
         normalized_shape: Shape,
         *,
         beta_init: float | None = None,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[LayerArguments],
     ) -> None:
         self.beta_init = None if beta_init is None else check_positive("beta_init", beta_init)
         super().__init__(normalized_shape, **options)
@@ -616,7 +623,7 @@ class AlphaNorm(PointwiseNorm):
         normalized_shape: Shape,
         *,
         alpha_init: float = 0.5,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[LayerArguments],
     ) -> None:
         self.alpha_init = check_positive("alpha_init", alpha_init)
         super().__init__(normalized_shape, **options)

@@ -8,7 +8,7 @@ from torch import nn
 from dynorm import kernels, theory
 from dynorm.arguments import Shape
 from dynorm.errors import ArgumentError
-from dynorm.layers.base import AlphaNorm, LayerOptions, arguments_by_name
+from dynorm.layers.base import AlphaNorm, LayerArguments, arguments_by_name
 
 
 class Derf(AlphaNorm):
@@ -52,7 +52,7 @@ class Derf(AlphaNorm):
         *,
         alpha_init: float = 0.5,
         shift_init: float = 0.0,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[LayerArguments],
     ) -> None:
         if not math.isfinite(shift_init):
             raise ArgumentError(f"shift_init must be a finite number, got {shift_init!r}")

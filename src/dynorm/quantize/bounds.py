@@ -76,7 +76,7 @@ def output_range(layer: PointwiseNorm, *, sigmas: float | None = None) -> Range:
     with torch.no_grad():
         factor = layer.factor()
         if factor is None:
-            device = getattr(layer, layer.constants[0]).device
+            device = layer.first_constant.device
             weight = torch.ones(layer.normalized_shape, dtype=torch.float32, device=device)
         else:
             weight = upcast(factor)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed
-from dynorm.family import AUTO, NAMES
 from dynorm.find.probe import has_other_forward
 from dynorm.find.recover import affine_of
 from dynorm.find.tokens import named_tensors
@@ -22,7 +21,7 @@ from dynorm.recipe import Globs as Globs
 from dynorm.replace.converted import Replaced, dynorm_layers, is_ours, replaced_by
 from dynorm.replace.swap import original_, swap_, take_over_, tensor_like
 from dynorm.replace.weights import forget_weights_, remember_weights_
-from dynorm.site import UNIT_LENGTH, NormSite, as_globs, require_matches, select_sites
+from dynorm.site import UNIT_LENGTH, NormSite, as_strings, require_matches, select_sites
 from dynorm.table import Plain, Table
 
 
@@ -150,37 +149,32 @@ def convert_(
     by_glob: Sites = {}
     if isinstance(to, Mapping):
         by_glob = to
-        base = LayerOptions(Recipe.to, per_channel, center, witnesses)
-    else:
-        base = LayerOptions(to, per_channel, center, witnesses)
+        to = Recipe.to
+    base = LayerOptions(to, per_channel, center, witnesses)
+    return convert_sites_(model, sites, by_glob, base, only, skip)
+
+
+def convert_sites_(
+    model: nn.Module,
+    sites: Sequence[NormSite],
+    by_glob: Sites,
+    base: LayerOptions,
+    only: Globs,
+    skip: Globs,
+) -> ConversionReport:
+    """Replace norms as :func:`convert_` says, with options by glob, and ``base`` for all others."""
     base.check()
     require_plain_model(model)
-    is_list = isinstance(sites, Sequence) and not isinstance(sites, str)
-    if not is_list or not all(isinstance(site, NormSite) for site in sites):
-        raise ArgumentError(
-            f"sites must be a list of NormSite, got {sites!r:.60}: call "
-            "dynorm.convert_(model, dynorm.find_norms(model, batch), to='dyisru')"
-        )
-    if not sites:
-        layers = dynorm_layers(model)
-        if layers:
-            raise ModelError(
-                "the model must have norms, but those it had are converted already: "
-                f"{_undo(layers.values())}"
-            )
-        raise ModelError(
-            "the model must have norms, but find_norms saw none: give find_norms an example that "
-            "reaches them; a norm that is computed by a function must become a module first"
-        )
+    _require_sites(model, sites)
     if only is not None:
-        only = as_globs(only)
-    options_by_path = selected_options(sites, by_glob, base, only, skip)
+        only = as_strings(only)
+    options = selected_options(sites, by_glob, base, only, skip)
     exact_paths = {*by_glob, *(only or ())}
     replaceable = []
     refused = []
     skipped = []
     for site in sites:
-        if site.path not in options_by_path:
+        if site.path not in options:
             if site.refused is None:
                 skipped.append(site)
             continue
@@ -191,37 +185,21 @@ def convert_(
             replaceable.append(site)
         else:
             refused.append(site)
-    widest = max((math.prod(site.normalized_shape) for site in replaceable), default=0)
-    most = 0
-    for site in replaceable:
-        most = max(most, options_by_path[site.path].most_witnesses)
-    if replaceable and most > widest:
-        raise ArgumentError(
-            f"witnesses must be a number of channels from 0 to {widest}, those of the widest norm, "
-            f"got {most}"
-        )
     if not replaceable:
         reasons = "; ".join(f"{site.path or 'the model'}: {site.refused}" for site in refused)
         raise ModelError(
             "at least one norm must be replaceable, but none of the chosen ones is "
             f"({reasons or 'the filter left none'})"
         )
+    _require_enough_channels(replaceable, options)
+    modules = dict(model.named_modules(remove_duplicate=False))
     copies: dict[Tensor, nn.Parameter] = {}
     new: dict[nn.Module, nn.Module] = {}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    names = []
     for site in replaceable:
-        options = options_by_path[site.path].filled(math.prod(site.normalized_shape))
         norm = _norm_at(modules, site)
-        like = tensor_like(norm, model)
-        layer = options.kind(**_arguments(site, options), device=like.device, dtype=like.dtype)
-        _fill_(layer, norm, site, copies)
-        replaced = Replaced(norm, site, witnesses=options.most_witnesses, auto=options.is_auto)
-        take_over_(layer, norm, replaced)
-        new[norm] = layer
-        names.append(AUTO if options.is_auto else NAMES[options.kind])
+        new[norm] = _built(norm, site, options[site.path], tensor_like(norm, model), copies)
     _warn_of_adapters(modules, replaceable)
-    # A parameter that another module shares with a norm stays shared, unless its values changed.
+    # A shared parameter stays shared if the layer holds it in the same shape and without NaN.
     same: dict[Tensor, nn.Parameter] = {}
     changed: set[Tensor] = set()
     for source, parameter in copies.items():
@@ -233,6 +211,7 @@ def convert_(
     forget_weights_(model)
     swap_(model, {**new, **same})
     remember_weights_(model)
+    names = [options[site.path].name for site in replaceable]
     different = list(dict.fromkeys(names))
     name_by_site = names if len(different) > 1 else []
     return ConversionReport(", ".join(different), replaceable, refused, name_by_site, skipped)
@@ -306,6 +285,54 @@ def restore_(model: nn.Module) -> nn.Module:
     return model
 
 
+def _require_sites(model: nn.Module, sites: Sequence[NormSite]) -> None:
+    """Check that there are sites, and say why there may be none."""
+    is_list = isinstance(sites, Sequence) and not isinstance(sites, str)
+    if not is_list or not all(isinstance(site, NormSite) for site in sites):
+        raise ArgumentError(
+            f"sites must be a list of NormSite, got {sites!r:.60}: call "
+            "dynorm.convert_(model, dynorm.find_norms(model, batch), to='dyisru')"
+        )
+    if sites:
+        return
+    layers = dynorm_layers(model)
+    if layers:
+        raise ModelError(
+            "the model must have norms, but those it had are converted already: "
+            f"{_undo(layers.values())}"
+        )
+    raise ModelError(
+        "the model must have norms, but find_norms saw none: give find_norms an example that "
+        "reaches them; a norm that is computed by a function must become a module first"
+    )
+
+
+def _require_enough_channels(sites: Sequence[NormSite], options: dict[str, LayerOptions]) -> None:
+    """Refuse more witnesses than the widest norm has channels."""
+    widest = max(math.prod(site.normalized_shape) for site in sites)
+    most = max(options[site.path].most_witnesses for site in sites)
+    if most > widest:
+        raise ArgumentError(
+            f"witnesses must be a number of channels from 0 to {widest}, those of the widest norm, "
+            f"got {most}"
+        )
+
+
+def _built(
+    norm: nn.Module,
+    site: NormSite,
+    options: LayerOptions,
+    like: Tensor,
+    copies: dict[Tensor, nn.Parameter],
+) -> PointwiseNorm:
+    """Return the layer for a norm, on the device and in the dtype of ``like``."""
+    layer = options.kind(**_arguments(site, options), device=like.device, dtype=like.dtype)
+    _fill_(layer, norm, site, copies)
+    replaced = Replaced(norm, site, witnesses=options.most_witnesses, auto=options.is_auto)
+    take_over_(layer, norm, replaced)
+    return layer
+
+
 def _warn_of_adapters(modules: Mapping[str, nn.Module], sites: Iterable[NormSite]) -> None:
     """Warn of the layers that peft will save with its adapter because of ``modules_to_save``.
 
@@ -326,7 +353,7 @@ def _warn_of_adapters(modules: Mapping[str, nn.Module], sites: Iterable[NormSite
             "converted drops: convert the base model first, save it with dynorm.save, and put the "
             "adapter on the loaded one; or save the result of merge_and_unload()",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -378,36 +405,32 @@ def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
 def selected_options(
     sites: Sequence[NormSite], by_glob: Sites, base: LayerOptions, only: Globs, skip: Globs
 ) -> dict[str, LayerOptions]:
-    """Return the options of each site that is to be converted, by its path.
+    """Return the filled options of each site that is to be converted, by its path.
 
     They are those of the first glob that matches the site. Sites with None, and those that ``only``
     and ``skip`` leave out, are not among them.
     """
-    globs = as_globs(by_glob)
-    require_matches(sites, [glob for glob in globs if glob != REST])
-    rest: LayerOptions | None = base
-    if REST in by_glob:
-        for_rest = by_glob[REST]
-        # Without the rest, the globs still start from the arguments of the call.
-        base = base.changed({} if for_rest is None else for_rest)
-        rest = None if for_rest is None else base
+    globs = [glob for glob in as_strings(by_glob) if glob != REST]
+    require_matches(sites, globs)
+    for_unmatched = by_glob.get(REST, {})
+    # If the unmatched ones keep their norms, the globs start from the arguments of the call.
+    defaults = base if for_unmatched is None else base.changed(for_unmatched)
     options: dict[str, LayerOptions | None] = {}
     for glob in globs:
-        if glob != REST:
-            values = by_glob[glob]
-            options[glob] = None if values is None else base.changed(values)
-    for checked in (base, *options.values()):
+        values = by_glob[glob]
+        options[glob] = None if values is None else defaults.changed(values)
+    for checked in (defaults, *options.values()):
         if checked is not None:
             checked.check()
     by_path = {}
     for site in select_sites(sites, only, skip):
-        choice = rest
-        for glob, options_of_glob in options.items():
+        choice = None if for_unmatched is None else defaults
+        for glob in globs:
             if site.matches([glob]):
-                choice = options_of_glob
+                choice = options[glob]
                 break
         if choice is not None:
-            by_path[site.path] = choice
+            by_path[site.path] = choice.filled(math.prod(site.normalized_shape))
     return by_path
 
 
@@ -476,7 +499,7 @@ def _require_unshared(
     norms: Iterable[nn.Module],
     changed: Set[Tensor],
 ) -> None:
-    """Refuse a parameter that other modules share, if the layer holds it in another shape."""
+    """Refuse a parameter that other modules share, if the layer holds it in another shape or with NaN."""
     inside = {part for norm in norms for part in norm.modules()}
     for path, module in model.named_modules():
         if module in inside:

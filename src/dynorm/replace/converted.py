@@ -128,11 +128,10 @@ def warn_of_defaults(model: nn.Module) -> list[str]:
     for path, layer in dynorm_layers(model).items():
         if replaced_by(layer) is None or isinstance(layer, AnnealedNorm):
             continue
-        name = layer.constants[0]
-        constant = getattr(layer, name)
+        constant = layer.first_constant
         # A layer built from the same arguments has the default.
         new = type(layer)(**layer.config(), device=constant.device, dtype=constant.dtype)
-        if torch.equal(constant, getattr(new, name)):
+        if torch.equal(constant, new.first_constant):
             default.append(path)
     if default:
         warnings.warn(

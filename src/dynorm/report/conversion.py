@@ -36,8 +36,7 @@ from dynorm.theory import token_moment
 
 # The number of tokens in the picture of the sums.
 _DRAWN = 400
-# Inputs are unlike those of the fit if their sizes are misjudged this many times as much, and by
-# this much.
+# Warn if the size error is above both of these: a multiple of the fit's, and a minimum.
 _UNLIKE = 2.0
 _LEAST_UNLIKE = 0.1
 
@@ -216,6 +215,7 @@ class _Measurement:
 
         def see_layer(layer: PointwiseNorm, args: tuple[Tensor, ...], y: Tensor) -> None:
             site = self.sites[layer]
+            # Only to refuse inputs that are not finite.
             site.tokens_of(args[0], batch)
             outputs = site_tokens(layer, y, token_masks(batch))
             site.add_saturation(outputs)

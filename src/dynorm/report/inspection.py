@@ -195,6 +195,7 @@ class Outliers:
         The scale is the bound of the functions; the centre is the site's mean if the norm centres,
         else 0.
         """
+        # An empty sample is False.
         fitted = self._fitted or self._held_out
         held_out = self._held_out or self._fitted
         x, y = fitted.tensors()

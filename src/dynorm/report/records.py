@@ -157,7 +157,9 @@ class SiteReport(MeasuredSite):
         witnesses: the layer's witness channels; empty for a function of one channel.
         gains: the weight of the square of each witness.
         explained: share of the variation of the tokens' sums that the layer's ``beta + sum g u^2``
-            explains, up to a factor: 0 is no more than a constant explains, 1 is all.
+            explains, up to a factor: 0 is no more than a constant explains, 1 is all. It is that of
+            the measured tokens, with the weight ``S ** 0.5`` for a token with the sum S; the report
+            of :func:`calibrate_` has the weight ``S ** 0.2``, and no factor.
         size_error: how far that sum misjudges the size of a token: standard deviation of
             ``ln(sqrt((beta + sum g u^2) / S))``, with S the norm's own sum. 0.05 is 5 %.
         size_error_fit: the same on the batches ``fit_on``; None without them.

@@ -78,7 +78,7 @@ class SizeStats:
     def __init__(self, site: NormSite) -> None:
         # A report covers this process only, as its tokens and errors do.
         ranks = Ranks(local=True)
-        self._scales = TokenScales(site.kind or "layernorm", site.eps, None, ranks, least=0.0)
+        self._scales = TokenScales(site.kind or "layernorm", site.eps, ranks, _MOST, least=0.0)
         self._largest: list[LargeToken] = []
 
     def add(self, x: Tensor, sigma: Tensor, y: Tensor, places: Tensor) -> None:
@@ -113,7 +113,7 @@ class SizeStats:
 
     def report(self, median: float) -> TokenSizes:
         """Return the record, with the median sigma of the site."""
-        choice = self._scales.choose(_MOST)
+        choice = self._scales.choose()
         explained = {}
         for count in (0, 1, 2, _MOST):
             # Fewer channels than the count may be chosen.

@@ -28,7 +28,7 @@ _OCTAVES = 128
 PICTURE_KNEE = 2.0
 # The number of points that are sampled for a picture.
 _POINTS = 1500
-# The most error bars of a picture, and the fewest values behind each.
+# A picture has at most this many error bars; bins with fewer values are left out.
 _BARS = 25
 _LEAST_VALUES = 8
 # The number of values that are added at once.
@@ -116,10 +116,12 @@ class Histogram:
     ) -> None:
         self.origin = origin
         self.unit = unit
-        bins = 2 * _HALF + 1
-        self._count, self._u, self._uu, self._y, self._yy, self._uy = torch.zeros(
-            6, bins, dtype=torch.float64, device=device
-        )
+        self._count = torch.zeros(2 * _HALF + 1, dtype=torch.float64, device=device)
+        self._u = self._count.clone()
+        self._uu = self._count.clone()
+        self._y = self._count.clone()
+        self._yy = self._count.clone()
+        self._uy = self._count.clone()
 
     def __len__(self) -> int:
         """Return how many values were added."""
@@ -216,7 +218,9 @@ class Reservoir:
     ) -> None:
         self.size = size
         self._generator = torch.Generator(device).manual_seed(seed)
-        self._key, self._x, self._y = torch.empty(3, 0, dtype=torch.float64, device=device)
+        self._key = torch.empty(0, dtype=torch.float64, device=device)
+        self._x = self._key
+        self._y = self._key
 
     def __len__(self) -> int:
         """Return how many pairs the sample holds now."""
@@ -329,6 +333,8 @@ class SiteStats:
         self._peak = 0.0
         self._core_peak = 0.0
         self._log_sigmas = LogSums()
+        # The first tokens make the histograms and the sample.
+        self._has_started = False
 
     @property
     def tokens(self) -> int:
@@ -345,13 +351,14 @@ class SiteStats:
         if not len(tokens):
             return tokens
         split = int(len(tokens) * share)
-        if not hasattr(self, "sample"):
+        if not self._has_started:
             self._start(tokens[:split] if split else tokens)
         places = token_places(self.site, x, batch)
         if places is None:
             places = torch.full((len(tokens), 2), -1, device="cpu")
-        self._add_part(tokens[:split], places[:split], self.fitted, share)
-        self._add_part(tokens[split:], places[split:], self.held_out, share)
+        fit_only = share == 1
+        self._add_part(tokens[:split], places[:split], self.fitted, fit_only)
+        self._add_part(tokens[split:], places[split:], self.held_out, fit_only)
         return tokens
 
     def tokens_of(self, x: Tensor, batch: Batch) -> Tensor:
@@ -362,6 +369,7 @@ class SiteStats:
 
     def _start(self, x: Tensor) -> None:
         """Place the bins by the first tokens, which only decide how fine they are."""
+        self._has_started = True
         origin = float(x.double().mean()) if self.site.kind == "layernorm" else 0.0
         sigma, _, _ = normalized(self.site, x)
         unit = float(sigma.double().log().mean().exp())
@@ -372,7 +380,9 @@ class SiteStats:
             2 * _OCTAVES * _SIGMAS_PER_OCTAVE, dtype=torch.long, device=x.device
         )
 
-    def _add_part(self, tokens: Tensor, places: Tensor, histogram: Histogram, share: float) -> None:
+    def _add_part(
+        self, tokens: Tensor, places: Tensor, histogram: Histogram, fit_only: bool
+    ) -> None:
         """Add the tokens of one of the two histograms, in chunks that bound the memory."""
         if not len(tokens):
             return
@@ -381,11 +391,12 @@ class SiteStats:
         for x, x_places in chunks:
             sigma, y, deviation = normalized(self.site, x)
             histogram.add(x, y)
-            if share < 1:
-                self._add_figures(x, sigma, y, deviation, x_places)
-                if histogram is self.held_out:
-                    distance = (x - histogram.origin).abs() / histogram.unit
-                    self.sample.add(x, y, 1 + distance)
+            if fit_only:
+                continue
+            self._add_figures(x, sigma, y, deviation, x_places)
+            if histogram is self.held_out:
+                distance = (x - histogram.origin).abs() / histogram.unit
+                self.sample.add(x, y, 1 + distance)
 
     def _add_figures(
         self, x: Tensor, sigma: Tensor, y: Tensor, deviation: Tensor, places: Tensor
@@ -402,6 +413,7 @@ class SiteStats:
 
     def fit(self) -> CoreFit:
         """Fit the functions and measure their errors; both on all tokens if one half has none."""
+        # An empty histogram is False.
         fitted = self.fitted or self.held_out
         held_out = self.held_out or self.fitted
         center = fitted.mean() if self.site.kind == "layernorm" else 0.0

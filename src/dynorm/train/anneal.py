@@ -11,7 +11,7 @@ from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import AnnealedNorm
 from dynorm.replace.converted import dynorm_layers, replaced_by
 from dynorm.replace.swap import swap_, take_over_
-from dynorm.site import any_match, as_globs
+from dynorm.site import any_match, as_strings
 from dynorm.wrappers import torch_classes
 
 
@@ -68,7 +68,7 @@ def set_anneal_(
     """
     layers = annealed_layers(model)
     check_share("t", t)
-    globs = ["*"] if only is None else as_globs(only)
+    globs = ["*"] if only is None else as_strings(only)
     for glob in globs:
         if not any_match(layers, [glob]):
             raise ArgumentError(

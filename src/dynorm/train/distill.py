@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from dynorm.arguments import check_count, check_positive, upcast
 from dynorm.batches import Batch, cycled, iterate, token_masks, valid_tokens
 from dynorm.errors import ArgumentError, CalibrationWarning, require_library
-from dynorm.fit.refine import relative_error
+from dynorm.fit.refine import unexplained_share
 from dynorm.layers import AnnealedNorm
 from dynorm.layers.base import gathered
 from dynorm.outputs import output_tensor, sample_vectors
@@ -356,7 +356,7 @@ def output_loss(ours: Any, theirs: object, batch: Batch) -> Tensor:
     f = sample_vectors(output, batch, pooled=hidden)
     if hidden and target.dim() == 3:
         return (1 - (y * f).sum(-1)).mean()
-    return relative_error(f, y)
+    return unexplained_share(f, y)
 
 
 def _mean_divergence(theirs: Tensor, ours: Tensor, batch: Batch) -> Tensor:

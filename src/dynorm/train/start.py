@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dynorm.arguments import require_gathered
 from dynorm.batches import site_tokens, token_masks
 from dynorm.errors import DataError, ModelError
-from dynorm.fit.site_fit import LEAST
+from dynorm.fit.site_fit import LEAST_BETA
 from dynorm.fit.witnesses import TokenScales
 from dynorm.layers import AnnealedNorm
 from dynorm.layers.base import gathered
@@ -72,7 +72,7 @@ class AnnealStart:
             self._sums[layer] = _Sums(zeros, zeros.clone(), zeros.clone())
             if layer.witness_channels:
                 self._scales[layer] = TokenScales(
-                    layer.kind, layer.norm_eps, layer.witness_channels, self._ranks
+                    layer.kind, layer.norm_eps, self._ranks, fixed=layer.witness_channels
                 )
         self._masks: list[Tensor] = []
         # The modules that are running, and the one whose masks hold for all that it calls.
@@ -161,8 +161,8 @@ class AnnealStart:
             constants[layer] = (beta, center)
         for layer, (beta, center) in constants.items():
             if layer in self._scales:
-                fit = self._scales[layer].choose(0)
-                least = LEAST * float(beta.mean())
+                fit = self._scales[layer].choose()
+                least = LEAST_BETA * float(beta.mean())
                 beta = beta.new_tensor([max(fit.beta, least)])
                 layer.fill_gains_(beta.new_tensor(fit.gains))
             if layer in self._scales or layer.kind == "rmsnorm":

@@ -38,7 +38,7 @@ from dynorm.batches import Batch
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.layers import param_groups
 from dynorm.ranks import BATCH, Ranks
-from dynorm.site import as_globs
+from dynorm.site import as_strings
 from dynorm.train.objective import Distillation, largest_tensor
 
 _WARM_UP = 10
@@ -352,7 +352,7 @@ def training_arguments(
     report_to: str | Iterable[str] | None = None,
 ) -> TrainingArguments:
     """Return the arguments of the Trainer; ModelError if the environment names other processes."""
-    names = as_globs(report_to)
+    names = as_strings(report_to, "report_to", "tensorboard")
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=int(steps),
@@ -381,7 +381,7 @@ def training_arguments(
 
 def check_report_to(report_to: str | Iterable[str] | None) -> None:
     """Refuse a logger that transformers does not know, or whose library is not installed."""
-    names = as_globs(report_to)
+    names = as_strings(report_to, "report_to", "tensorboard")
     known = sorted(INTEGRATION_TO_CALLBACK)
     special = ("none", "all")
     for name in names:
