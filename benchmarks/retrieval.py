@@ -38,7 +38,9 @@ from tools.demo_model import folder
 
 RESULTS = Path(__file__).parent / "results" / "retrieval.json"
 TEXTS = ROOT / "build" / "debian-descriptions.txt"
-PACKAGES, SEEDS, LENGTH = 1500, 3, 256
+PACKAGES = 1500
+SEEDS = 3
+LENGTH = 256
 # The noise of a loss: this number of standard deviations over the committed draws, and at least LEAST.
 NOISE = 3.0
 LEAST = 0.002
@@ -55,17 +57,19 @@ def main() -> None:
     arguments = parser.parse_args()
     text = arguments.descriptions.read_text("utf-8")
     known = packages(text)
+    models = {"original": folder()}
+    for path in arguments.models:
+        models[path.parent.name] = path
     rows = []
-    for name, path in {
-        "original": folder(),
-        **{each.parent.name: each for each in arguments.models},
-    }.items():
+    for name, path in models.items():
         pretrained = load_pretrained(path)
-        found = [searched(pretrained, sample(known, seed)) for seed in range(SEEDS)]
-        rows.append(
-            {"model": name, **{key: [round(each[key], 4) for each in found] for key in found[0]}}
-        )
-        print(rows[-1], flush=True)
+        row: Row = {"model": name, "mrr": [], "recall_at_1": []}
+        for seed in range(SEEDS):
+            figures = searched(pretrained, sample(known, seed))
+            row["mrr"].append(round(figures["mrr"], 4))
+            row["recall_at_1"].append(round(figures["recall_at_1"], 4))
+        rows.append(row)
+        print(row, flush=True)
     if arguments.check:
         check(rows)
         return
@@ -112,14 +116,15 @@ def losses(original: Row, row: Row) -> list[float]:
 
 def packages(text: str) -> list[tuple[str, str]]:
     """Return synopsis and long description of each package that has both; of equal synopses the first."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for stanza in text.split("\n\n"):
         parts = re.search(r"^Description-en: (.+)\n((?: .*\n?)+)", stanza, re.MULTILINE)
         if parts is not None:
-            found.setdefault(
-                parts[1], re.sub(r"\s+", " ", parts[2].replace("\n .\n", "\n")).strip()
-            )
-    return list(found.items())
+            # A dot by itself on a line is a blank line.
+            description = parts[2].replace("\n .\n", "\n")
+            description = re.sub(r"\s+", " ", description).strip()
+            descriptions.setdefault(parts[1], description)
+    return list(descriptions.items())
 
 
 def sample(known: list[tuple[str, str]], seed: int) -> list[tuple[str, str]]:
@@ -130,10 +135,12 @@ def sample(known: list[tuple[str, str]], seed: int) -> list[tuple[str, str]]:
 @torch.no_grad()
 def searched(pretrained: Pretrained, chosen: list[tuple[str, str]]) -> Row:
     """Return the mean reciprocal rank of the right package, and how often it is the first."""
-    queries, documents = (embedded(pretrained, list(texts)) for texts in zip(*chosen, strict=True))
+    queries = embedded(pretrained, [synopsis for synopsis, _ in chosen])
+    documents = embedded(pretrained, [description for _, description in chosen])
     scores = queries @ documents.T
-    # Of equal scores the right one comes last.
-    ranks = (scores >= scores.diagonal()[:, None]).sum(1).double()
+    right = scores.diagonal()[:, None]
+    # If scores are equal, the right package comes last.
+    ranks = (scores >= right).sum(1).double()
     return {
         "mrr": float(ranks.reciprocal().mean()),
         "recall_at_1": float((ranks == 1).double().mean()),
@@ -143,13 +150,15 @@ def searched(pretrained: Pretrained, chosen: list[tuple[str, str]]) -> Row:
 def embedded(pretrained: Pretrained, texts: list[str]) -> Tensor:
     """Return the mean-pooled embeddings of texts, each of length 1."""
     encoded = encode(pretrained, texts, LENGTH)
-    # The order that the batches have, from short to long.
-    order = sorted(range(len(texts)), key=lambda k: len(encoded[k]))
+    model = pretrained.model.eval()
     rows = []
     for batch in make_batches(pretrained, encoded, BATCH):
-        hidden = pretrained.model.eval()(**batch).last_hidden_state
+        hidden = model(**batch).last_hidden_state
         mask = batch["attention_mask"][..., None].to(hidden)
-        rows.append(normalize((hidden * mask).sum(1) / mask.sum(1), dim=1))
+        means = (hidden * mask).sum(1) / mask.sum(1)
+        rows.append(normalize(means, dim=1))
+    # The batches are in the order of length, from short to long.
+    order = sorted(range(len(texts)), key=lambda index: len(encoded[index]))
     return torch.cat(rows)[torch.tensor(order).argsort()]
 
 
