@@ -1,4 +1,4 @@
-"""Convert four models without training, by the number of witnesses: MiniLM, SmolLM2, DINOv2 and Whisper.
+"""Measure the loss of four models that are converted without training, by the number of witnesses.
 
 ``python -m benchmarks.untrained MODEL --witnesses 128`` calibrates a copy of the model, measures it
 on held-out samples, and adds a row to benchmarks/results/untrained.json. MODEL is minilm, smollm2,
@@ -84,10 +84,14 @@ def smollm2() -> Subject:
     decoder = Decoder()
     pretrained = decoder.pretrained
     tests = dict(decoder.tests)
-    for kind, texts in (("packages", _packages()), ("C headers", _headers())):
-        tests[kind] = make_batches(pretrained, encode(pretrained, texts, LENGTH)[:MEASURED], 4)
-    for kind, texts in (("reference, long", reference()), ("packages, long", _packages())):
-        tests[kind] = make_batches(pretrained, encode(pretrained, list(texts), LONG)[:1], 1)
+    short_kinds = {"packages": _packages(), "C headers": _headers()}
+    for kind, texts in short_kinds.items():
+        blocks = encode(pretrained, texts, LENGTH)[:MEASURED]
+        tests[kind] = make_batches(pretrained, blocks, 4)
+    long_kinds = {"reference, long": reference(), "packages, long": _packages()}
+    for kind, texts in long_kinds.items():
+        blocks = encode(pretrained, texts, LONG)[:1]
+        tests[kind] = make_batches(pretrained, blocks, 1)
 
     def measure(model: nn.Module) -> Row:
         figures: Row = {}
@@ -106,8 +110,11 @@ def smollm2() -> Subject:
 
 def _packages() -> list[str]:
     """Return the descriptions of Debian's installed packages, shuffled."""
-    entries = Path("/var/lib/dpkg/status").read_text().split("\n\n")
-    texts = [entry.split("\nDescription: ")[1] for entry in entries if "\nDescription: " in entry]
+    texts = []
+    for entry in Path("/var/lib/dpkg/status").read_text().split("\n\n"):
+        parts = entry.split("\nDescription: ")
+        if len(parts) > 1:
+            texts.append(parts[1])
     return random.Random(5).sample(texts, len(texts))
 
 
@@ -202,23 +209,21 @@ def main() -> None:
     parser.add_argument("--refine", type=int, default=0, help="steps of refinement")
     arguments = parser.parse_args()
     subject = SUBJECTS[arguments.model]()
-    order = list(SUBJECTS).index
     for count in arguments.witnesses:
-        for figures in rows(
-            arguments.model, subject, count, not arguments.keep_means, arguments.refine
-        ):
-            add_rows(
-                RESULTS,
-                ABOUT,
-                [figures],
-                order=lambda row: (
-                    order(row["model"]),
-                    row["witnesses"],
-                    row.get("means_folded", 0),
-                    row.get("refined", 0),
-                ),
-            )
-            print(json.dumps(figures), flush=True)
+        new_rows = rows(arguments.model, subject, count, not arguments.keep_means, arguments.refine)
+        for row in new_rows:
+            add_rows(RESULTS, ABOUT, [row], order=place)
+            print(json.dumps(row), flush=True)
+
+
+def place(row: Row) -> tuple[int, ...]:
+    """Return the key to sort rows by."""
+    return (
+        list(SUBJECTS).index(row["model"]),
+        row["witnesses"],
+        row.get("means_folded", 0),
+        row.get("refined", 0),
+    )
 
 
 if __name__ == "__main__":
