@@ -61,11 +61,14 @@ def main() -> None:
     arguments = parser.parse_args()
     _cpu._native().choose(arguments.set)
     torch.set_num_threads(1)
+    cases = {}
+    for name, case in CASES.items():
+        cases[name] = sweep(name, case, arguments.stride)
     results = {
         "stride": arguments.stride,
         "machine": platform.machine(),
         "torch": torch.__version__,
-        "cases": {name: sweep(name, case, arguments.stride) for name, case in CASES.items()},
+        "cases": cases,
     }
     document = {}
     if RESULT.exists():
@@ -86,12 +89,15 @@ def sweep(name: str, case: Case, stride: int) -> dict[str, Any]:
     starts = range(0, INFINITY + 1, CHUNK * stride)
     for start in track(starts, name, console=Console(stderr=True), update_period=1):
         stop = min(start + CHUNK * stride, INFINITY + 1)
-        x = torch.arange(start, stop, stride, dtype=torch.int32).view(torch.float32)
+        bits = torch.arange(start, stop, stride, dtype=torch.int32)
+        x = bits.view(torch.float32)
         y = _cpu.forward(form, x, parameters)
         mirrored = _cpu.forward(form, -x, parameters)
-        if not torch.equal(mirrored[x > 0], -y[x > 0]):
+        is_positive = x > 0
+        if not torch.equal(mirrored[is_positive], -y[is_positive]):
             raise AssertionError(f"{name} is not odd between {x[0]} and {x[-1]}")
-        exact = case.exact(x.double()).masked_fill_(x.isinf(), 1.0)
+        exact = case.exact(x.double())
+        exact.masked_fill_(x.isinf(), 1.0)
         nearest = exact.float()
         error = in_last_places(y, exact, nearest)
         correct += int((y == nearest).sum())

@@ -1,4 +1,4 @@
-"""Count what Inductor generates for tiny transformers before and after their conversion.
+"""Count the passes and calls that Inductor generates for tiny transformers, before and after conversion.
 
 ``python -m benchmarks.deploy`` writes the figures, and the tests of tests/export check them.
 """

@@ -1,8 +1,8 @@
-"""The loss of a decoder: SmolLM2-135M-Instruct after calibration, and along a distillation.
+"""Measure the loss of a decoder, SmolLM2-135M-Instruct, after calibration and along a distillation.
 
-``python -m benchmarks.decoder`` writes benchmarks/results/decoder.json. Steps and tokens are given,
-not minutes, so that a busy machine gives the same figures. It needs the packages of
-requirements-models.txt.
+``python -m benchmarks.decoder`` writes benchmarks/results/decoder.json. The length is a number of
+steps rather than of minutes, so that a busy machine gives the same figures. It needs the packages
+of requirements-models.txt.
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ def main() -> None:
     parser.add_argument(
         "--every", type=int, default=60, help="steps from one measurement to the next"
     )
-    parser.add_argument("--witnesses", type=int, default=8, help="per layer, at most")
+    parser.add_argument("--witnesses", type=int, default=8, help="most witnesses per layer")
     parser.add_argument(
-        "--refine", type=int, default=0, help="steps of refinement, of a copy; 0 for none"
+        "--refine", type=int, default=0, help="steps of refinement of a copy, 0 for none"
     )
     parser.add_argument(
-        "--float32", action="store_true", help="train in float32: for processors without bfloat16"
+        "--float32", action="store_true", help="train in float32, for processors without bfloat16"
     )
     options = parser.parse_args()
     started = time.process_time()
@@ -159,11 +159,13 @@ def main() -> None:
 
     if options.witnesses == 8:
         # The effect of rounding on the greedy tokens.
-        add("the original in bfloat16", 0, copy.deepcopy(original).bfloat16(), witnesses=0)
+        in_bfloat16 = copy.deepcopy(original).bfloat16()
+        add("the original in bfloat16", 0, in_bfloat16, witnesses=0)
     add("calibrated", 0, model)
     if options.refine:
         refined = copy.deepcopy(model)
-        batches = make_batches(pretrained, decoder.fit[: options.refine * BATCH], BATCH, 0)
+        blocks = decoder.fit[: options.refine * BATCH]
+        batches = make_batches(pretrained, blocks, BATCH, 0)
         dynorm.refine_(refined, batches, steps=options.refine, bf16=not options.float32)
         add("refined", options.refine, refined)
     if options.steps:
@@ -186,8 +188,8 @@ def near_ties(original: Any, prompts: Blocks, continued: Tensor) -> Tensor:
     The end of the text counts as a choice.
     """
     near = []
-    pairs = zip(torch.tensor(prompts).split(BATCH), continued.split(BATCH), strict=True)
-    for beginnings, rest in pairs:
+    prompt_batches = torch.tensor(prompts).split(BATCH)
+    for beginnings, rest in zip(prompt_batches, continued.split(BATCH), strict=True):
         logits = original(torch.cat([beginnings, rest], 1)).logits
         best = logits[:, PROMPT_LENGTH - 1 : -1].topk(2).values
         near.append(best[..., 0] - best[..., 1] < NEAR)
@@ -211,7 +213,8 @@ def first_differences(same: Tensor, near: Tensor) -> dict[str, float]:
 
 def converted_decoder(witnesses: int | None = None) -> ConvertedDecoder:
     """Return the calibrated decoder with its texts, docstrings and Python's language reference."""
-    recipe = Recipe(held_out=ABOUT["held_out"], witnesses=witnesses).filled(language_model=True)
+    recipe = Recipe(held_out=ABOUT["held_out"], witnesses=witnesses)
+    recipe = recipe.filled(language_model=True)
     pretrained = load_pretrained(folder("smollm2"))
     original = copy.deepcopy(pretrained.model)
     docstrings = standard_library_docstrings(whole=True)

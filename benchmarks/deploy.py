@@ -29,20 +29,24 @@ START = "<!-- {name}: made by python -m benchmarks.deploy -->"
 LAYERS = 2
 NAMES = {"gpt2": "GPT-2", "llama": "Llama", "bert": "BERT", "vit": "ViT"}
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime", "torchao")
+Row = dict[str, Any]
 
 
-def code() -> dict[str, Any]:
+def code() -> Row:
     """Count what Inductor generates before and after conversion, and cut out one kernel."""
     from benchmarks.compiled import converted, count, generated_code, inputs, kernels_of, tiny_model
 
-    figures: dict[str, Any] = {"layers": LAYERS, "models": {}}
+    figures: Row = {"layers": LAYERS, "models": {}}
     for kind in NAMES:
         plain = tiny_model(kind, LAYERS)
         example = inputs(kind, 2, 8)
         model = converted(plain, example)
         before = generated_code(plain, example)
         after = generated_code(model, example)
-        counts = {"before": count(before).to_dict(), "after": count(after).to_dict()}
+        counts = {
+            "before": count(before).to_dict(),
+            "after": count(after).to_dict(),
+        }
         figures["models"][kind] = counts
         print(kind, counts, flush=True)
         if kind == "bert":
@@ -50,7 +54,7 @@ def code() -> dict[str, Any]:
     return figures
 
 
-def residual_kernel(kernels: dict[str, str]) -> dict[str, Any]:
+def residual_kernel(kernels: dict[str, str]) -> Row:
     """Return the name and the loop of the first kernel with a residual sum and a layer."""
     for name, source in kernels.items():
         if "add" in name and "sqrt" in name and "embedding" not in name:
@@ -114,7 +118,7 @@ PARTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def load() -> dict[str, Any]:
+def load() -> Row:
     """Return the measurements so far."""
     if not RESULTS.exists():
         return {}
@@ -158,7 +162,7 @@ def _before_and_after(counts: dict[str, dict[str, int]], name: str) -> str:
     return f"{counts['before'][name]} → {counts['after'][name]}"
 
 
-def _onnx_nodes(rows: list[dict[str, Any]], kind: str, name: str) -> str:
+def _onnx_nodes(rows: list[Row], kind: str, name: str) -> str:
     """Return a count of nodes of a model's ONNX graph before and after the conversion."""
     counts = {}
     for row in rows:
@@ -167,7 +171,7 @@ def _onnx_nodes(rows: list[dict[str, Any]], kind: str, name: str) -> str:
     return f"{counts['before']} → {counts['after']}"
 
 
-def _after_norms(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _after_norms(rows: list[Row]) -> dict[str, Row]:
     """Return the rows of the linear layers after a norm, by their way."""
     return {row["way"]: row for row in rows if row["linears"] == "after a norm"}
 
@@ -207,17 +211,23 @@ def parity_table() -> str:
         if "road" in row:
             errors.setdefault(row["road"], {})[row["model"]] = row["error"]
     kinds = list(dict.fromkeys(row["model"] for row in rows))
-    heads = ["largest error", *(NAMES[kind] for kind in kinds)]
+    heads = ["largest error"]
+    for kind in kinds:
+        heads.append(NAMES[kind])
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for road, error_of in errors.items():
-        cells = [road, *(f"{error_of[kind]:.1e}" for kind in kinds)]
+        cells = [road]
+        for kind in kinds:
+            cells.append(f"{error_of[kind]:.1e}")
         lines.append(f"| {' | '.join(cells)} |")
     titles = {
         "nodes": "ONNX nodes",
         "norms_and_reductions": "LayerNormalization and Reduce among them",
     }
     for name, title in titles.items():
-        cells = [title, *(_onnx_nodes(rows, kind, name) for kind in kinds)]
+        cells = [title]
+        for kind in kinds:
+            cells.append(_onnx_nodes(rows, kind, name))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -228,10 +238,13 @@ def dtype_table() -> str:
     dtypes_in_order: dict[str, None] = {}
     for row in load()["dtypes"]:
         dtypes_in_order[row["dtype"]] = None
-        if row["layer"] not in cells:
-            cells[row["layer"]] = [row["layer"], " ".join(row["operators"])]
-        error = f"{row['error']:.0e}" if row.get("error") else row.get("refused", "0")
-        cells[row["layer"]].append(error)
+        layer = row["layer"]
+        if layer not in cells:
+            cells[layer] = [layer, " ".join(row["operators"])]
+        if row.get("error"):
+            cells[layer].append(f"{row['error']:.0e}")
+        else:
+            cells[layer].append(row.get("refused", "0"))
     heads = ["layer", "operators", *dtypes_in_order]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for cells_of_layer in cells.values():

@@ -177,7 +177,13 @@ def measured(name: str, model: str, steps: int, seed: int, bf16: bool) -> Row:
     started = time.perf_counter()
     subject = distilled(RECIPES[name], model, steps, seed, bf16)
     seconds = time.perf_counter() - started
-    row: Row = {"recipe": name, "model": model, "steps": steps, "seed": seed, "bf16": bf16}
+    row: Row = {
+        "recipe": name,
+        "model": model,
+        "steps": steps,
+        "seed": seed,
+        "bf16": bf16,
+    }
     row |= on_all_kinds(subject)
     row["seconds"] = round(seconds, 1)
     return row

@@ -102,7 +102,10 @@ def collect(model: nn.Module, fit: Batches, held_out: Batches) -> list[Norm]:
             model(**batch)
         for handle in handles:
             handle.remove()
-        parts.append({path: torch.cat(seen) for path, seen in inputs.items()})
+        joined = {}
+        for path, tensors in inputs.items():
+            joined[path] = torch.cat(tensors)
+        parts.append(joined)
     inputs_to_fit, inputs_held_out = parts
     norms = []
     for path in paths:
@@ -169,12 +172,13 @@ def steps(x: Tensor, y: Tensor, count: int) -> Callable[[Tensor], Tensor]:
 
     Tensors are (functions, numbers), one function per row. The last interval takes the rest.
     """
-    ordered, order = x.sort(dim=-1)
+    x_sorted, order = x.sort(dim=-1)
+    y_sorted = y.gather(-1, order)
     length = x.shape[-1] // count
     used = length * count
-    parts = y.gather(-1, order)[:, :used].unflatten(-1, (count, length))
-    means = parts.mean(-1)
-    bounds = ordered[:, length:used:length].contiguous()
+    intervals = y_sorted[:, :used].unflatten(-1, (count, length))
+    means = intervals.mean(-1)
+    bounds = x_sorted[:, length:used:length].contiguous()
 
     def step_function(z: Tensor) -> Tensor:
         interval = torch.searchsorted(bounds, z.contiguous(), right=True)
@@ -186,7 +190,8 @@ def steps(x: Tensor, y: Tensor, count: int) -> Callable[[Tensor], Tensor]:
 def layer(norm: Norm, per_channel: bool, witnesses: int) -> Tensor:
     """Return the outputs of a layer that ``convert_`` and ``calibrate_`` make of the norm."""
     channels = norm.fit.shape[-1]
-    model = nn.Sequential(nn.LayerNorm(channels, eps=norm.eps)).eval()
+    layer_norm = nn.LayerNorm(channels, eps=norm.eps)
+    model = nn.Sequential(layer_norm).eval()
     batches = list(norm.fit.split(4096))
     sites = dynorm.find_norms(model, batches[0])
     dynorm.convert_(model, sites, per_channel=per_channel, witnesses=witnesses)
@@ -260,11 +265,12 @@ def step_rows(norms: list[Norm], shared: Fitted, separate: list[Fitted]) -> list
 
 
 def steps_on_top(function: Fitted, norms: Sequence[Norm]) -> Callable[[Tensor], Tensor]:
-    """Return the step function of what a function leaves unexplained at some norms."""
+    """Return a step function of the rest that a function leaves unexplained at some norms."""
     samples = [norm.sample() for norm in norms]
     x = torch.cat([x.flatten() for x, _ in samples])
     y = torch.cat([y.flatten() for _, y in samples])
-    return steps(x[None], (y - function(x))[None], STEPS)
+    rest = y - function(x)
+    return steps(x[None], rest[None], STEPS)
 
 
 def layer_rows(norms: list[Norm]) -> list[Row]:
@@ -289,7 +295,8 @@ def photographs() -> tuple[nn.Module, Batches, Batches]:
     source = image_inputs(pretrained, files_to_fit, files[:PHOTOGRAPHS], {})
     fit = source.batches(source.fit[:PHOTOGRAPHS], BATCH)
     held_out = source.batches(source.held_out, BATCH)
-    return pretrained.model.eval(), [*map(dict, fit)], [*map(dict, held_out)]
+    model = pretrained.model.eval()
+    return model, [dict(batch) for batch in fit], [dict(batch) for batch in held_out]
 
 
 def main() -> None:
@@ -303,7 +310,10 @@ def main() -> None:
     document = {
         "model": "DINOv2-small, 25 LayerNorms",
         "photographs": {"fit": PHOTOGRAPHS, "held_out": PHOTOGRAPHS},
-        "tokens": {"fit": len(first.fit), "held_out": len(first.held_out)},
+        "tokens": {
+            "fit": len(first.fit),
+            "held_out": len(first.held_out),
+        },
         "reported": REPORTED,
         "rows": rows,
         "made_with": library_versions(),

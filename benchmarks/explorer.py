@@ -48,10 +48,11 @@ def measure(browser: Browser, page: Path, channels: int, seconds: float) -> dict
     times = browser.run("return window.seen")
     gaps = sorted(after - before for before, after in pairwise(times))
     count = len(gaps)
+    seconds_seen = (times[-1] - times[0]) / 1000
     return {
         "channels": channels,
         "frames": len(times),
-        "frames_per_second": round(1000 * count / (times[-1] - times[0]), 1),
+        "frames_per_second": round(count / seconds_seen, 1),
         "median_ms": round(gaps[count // 2], 1),
         "95_percent_ms": round(gaps[int(count * 0.95)], 1),
         "mathematics_ms": round(browser.run(WORK), 2),
@@ -70,7 +71,8 @@ def drag(browser: Browser, seconds: float) -> None:
     start = time.perf_counter()
     elapsed = 0.0
     while elapsed < seconds:
-        mouse(browser, "mouseMoved", middle + reach * math.cos(2 * elapsed), y)
+        x = middle + reach * math.cos(2 * elapsed)
+        mouse(browser, "mouseMoved", x, y)
         elapsed = time.perf_counter() - start
     mouse(browser, "mouseReleased", middle, y)
 
@@ -83,7 +85,14 @@ def rectangle(browser: Browser, selector: str) -> dict[str, float]:
 
 def mouse(browser: Browser, kind: str, x: float, y: float) -> None:
     """Send one event of the mouse."""
-    event = {"type": kind, "x": x, "y": y, "button": "left", "buttons": 1, "clickCount": 1}
+    event = {
+        "type": kind,
+        "x": x,
+        "y": y,
+        "button": "left",
+        "buttons": 1,
+        "clickCount": 1,
+    }
     browser.driver.execute_cdp_cmd("Input.dispatchMouseEvent", event)
 
 

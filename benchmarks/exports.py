@@ -112,12 +112,14 @@ def _dtype_row(cls: type[nn.Module], dtype: torch.dtype) -> dict[str, Any]:
     }
     other = torch.randn_like(x[:3])
     try:
-        (array,) = onnx_session(program).run(None, {"x": other.numpy()})
+        session = onnx_session(program)
+        (array,) = session.run(None, {"x": other.numpy()})
         difference = torch.from_numpy(array) - model(other)
         row["error"] = float(difference.abs().max())
     # onnxruntime's own class of errors is not public.
     except Exception as error:
-        row["refused"] = str(error).split(" : ")[-1].split(" node with name")[0]
+        message = str(error).split(" : ")[-1]
+        row["refused"] = message.split(" node with name")[0]
     return row
 
 
@@ -142,7 +144,8 @@ def parity() -> list[dict[str, Any]]:
                 difference = run(ids) - first(model(input_ids=ids))
                 errors.append(float(difference.abs().max()))
             add({"model": kind, "road": road, "error": max(errors)})
-        for state, program in (("before", onnx_program(plain, example)), ("after", onnx)):
+        programs = {"before": onnx_program(plain, example), "after": onnx}
+        for state, program in programs.items():
             nodes = operators(program)
             norms = 0
             for name in nodes:
@@ -160,7 +163,9 @@ def parity() -> list[dict[str, Any]]:
 
 
 def _roads(
-    model: nn.Module, example: dict[str, Tensor], onnx: torch.onnx.ONNXProgram
+    model: nn.Module,
+    example: dict[str, Tensor],
+    onnx: torch.onnx.ONNXProgram,
 ) -> dict[str, Callable[[Tensor], Tensor]]:
     """Return the exported model as a function of token ids, for each kind of export."""
     shapes = dynamic_shapes(example)

@@ -49,19 +49,20 @@ TITLES = {
     "vit": "ViT",
 }
 _UPPER = {"opt", "mpt", "bert", "t5", "bart", "clip"}
+Row = dict[str, Any]
 Inputs = dict[str, Tensor]
-# Returns a model and its inputs.
+# A function that returns a model and its inputs.
 Maker = Callable[[], tuple[nn.Module, Inputs]]
 
 
-def coverage() -> list[dict[str, Any]]:
+def coverage() -> list[Row]:
     """Fold each model twice in float64, with the defaults and with everything allowed."""
     return [row_of(name) for name in NAMES]
 
 
-def row_of(name: str) -> dict[str, Any]:
+def row_of(name: str) -> Row:
     """Return which norms of a model fold, and why the rest does not."""
-    row: dict[str, Any] = {"model": name}
+    row: Row = {"model": name}
     modes = {"default": {}, "allowed": {"untie": True, "add_bias": True}}
     for mode, options in modes.items():
         model = _double(name)
@@ -78,7 +79,7 @@ def row_of(name: str) -> dict[str, Any]:
     return row
 
 
-def linear_row(name: str) -> dict[str, Any]:
+def linear_row(name: str) -> Row:
     """Return how many norms are left if all of them are linear layers and everything is allowed."""
     model = _double(name)
     example = inputs(name, model)
@@ -94,7 +95,11 @@ def linear_row(name: str) -> dict[str, Any]:
         reason = site.constants.reason or site.affine.reason
         if reason not in reasons:
             reasons.append(reason)
-    return {"gone": len(report.sites) - len(left), "error": report.error, "reasons": reasons}
+    return {
+        "gone": len(report.sites) - len(left),
+        "error": report.error,
+        "reasons": reasons,
+    }
 
 
 def _double(name: str) -> nn.Module:
@@ -111,7 +116,7 @@ def _count_and_total(report: FoldReport, rewrite: str) -> list[int]:
     return [count, count + report.count(rewrite, "refused")]
 
 
-def _reasons(report: FoldReport) -> list[dict[str, Any]]:
+def _reasons(report: FoldReport) -> list[Row]:
     counts: Counter[tuple[str, str]] = Counter()
     for site in report.sites:
         for rewrite in ("affine", "center"):
@@ -142,7 +147,7 @@ def vit() -> tuple[nn.Module, Inputs]:
     return model, {"pixel_values": torch.randn(1, 3, 224, 224)}
 
 
-def timings(rounds: int = 60) -> list[dict[str, Any]]:
+def timings(rounds: int = 60) -> list[Row]:
     """Time a forward pass of the original and the folded GPT-2 and ViT-B, with random weights."""
     return [
         measured("GPT-2 small, 1 x 128 tokens", gpt2, rounds),
@@ -150,7 +155,7 @@ def timings(rounds: int = 60) -> list[dict[str, Any]]:
     ]
 
 
-def measured(name: str, make: Maker, rounds: int) -> dict[str, Any]:
+def measured(name: str, make: Maker, rounds: int) -> Row:
     """Return the times of one model in milliseconds, after a check that its results are right."""
     torch.manual_seed(0)
     model, example = make()
@@ -159,7 +164,7 @@ def measured(name: str, make: Maker, rounds: int) -> dict[str, Any]:
     folded, _ = make()
     folded.load_state_dict(model.state_dict())
     report = fold_(folded.eval(), untie=True, add_bias=True, **example)
-    row: dict[str, Any] = {
+    row: Row = {
         "model": name,
         "affine": report.count("affine"),
         "center": report.count("center"),
@@ -182,7 +187,7 @@ def measured(name: str, make: Maker, rounds: int) -> dict[str, Any]:
     return row
 
 
-def paired_times(pair: list[Any], example: Inputs, rounds: int) -> dict[str, Any]:
+def paired_times(pair: list[Any], example: Inputs, rounds: int) -> Row:
     """Time the original and the folded model in turns, so that a busy machine slows down both."""
     warmup = 5
     original: list[float] = []
@@ -253,7 +258,7 @@ def coverage_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _title(row: dict[str, Any]) -> str:
+def _title(row: Row) -> str:
     name: str = row["model"]
     if name in TITLES:
         return TITLES[name]
@@ -292,7 +297,7 @@ def _of(pair: list[int]) -> str:
     return f"{count} of {total}" if total else "none"
 
 
-def _why(refused: list[dict[str, Any]]) -> str:
+def _why(refused: list[Row]) -> str:
     """Return the commonest reason for each rewrite, or that a norm is post-norm if one is."""
     first: dict[str, str] = {}
     for entry in sorted(refused, key=lambda entry: "(post-norm)" not in entry["reason"]):
@@ -346,7 +351,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--timings", action="store_true", help="time the forward passes instead")
     parser.add_argument("--rounds", type=int, default=60, help="calls of each model")
-    parser.add_argument("--tables", action="store_true", help="renew the page only")
+    parser.add_argument("--tables", action="store_true", help="only write the page")
     options = parser.parse_args()
     document: dict[str, Any] = {}
     if RESULTS.exists():

@@ -225,13 +225,14 @@ class Block(nn.Module):
         """Return the next value of the residual stream."""
         batch, length, width = x.shape
         by_heads = (batch, length, HEADS, width // HEADS)
-        q, k, v = self.c_attn(self.ln_1(x)).split(width, dim=2)
+        joined = self.c_attn(self.ln_1(x))
+        q, k, v = joined.split(width, dim=2)
         q = q.view(by_heads).transpose(1, 2)
         k = k.view(by_heads).transpose(1, 2)
         v = v.view(by_heads).transpose(1, 2)
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = y.transpose(1, 2).contiguous().view(batch, length, width)
-        x = x + self.c_proj(y)
+        y = y.transpose(1, 2).contiguous()
+        x = x + self.c_proj(y.view(batch, length, width))
         after: Tensor = x + self.mlp(self.ln_2(x))
         return after
 

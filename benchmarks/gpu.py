@@ -34,6 +34,7 @@ from dynorm.kernels._form import Form, FunctionCode, Parameters
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 ROUNDS = 5
 Contender = Callable[[], Any]
+Module = Callable[[Tensor], Tensor]
 
 
 def main() -> None:
@@ -71,7 +72,11 @@ def main() -> None:
 
 def check_family(device: str) -> None:
     """Compare values and gradients with the plain definition in float64, for several sizes and dtypes."""
-    tolerances = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+    tolerances = {
+        torch.float32: 4e-6,
+        torch.bfloat16: 2**-8,
+        torch.float16: 2**-11,
+    }
     for dtype, tolerance in tolerances.items():
         for function in FunctionCode:
             _check_one(function, (257, 1024), -1, dtype, tolerance, device)
@@ -129,7 +134,11 @@ def _check_one(
 
 def check_product(device: str) -> None:
     """Compare the fused product with a product, a sum and the plain definition in float64."""
-    tolerances = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2e-5}
+    tolerances = {
+        torch.bfloat16: 2**-7,
+        torch.float16: 2**-10,
+        torch.float32: 2e-5,
+    }
     for dtype, tolerance in tolerances.items():
         # Sizes that the copy engine can load.
         _check_product(300, 520, 264, dtype, tolerance, device)
@@ -138,7 +147,12 @@ def check_product(device: str) -> None:
 
 
 def _check_product(
-    m: int, n: int, k: int, dtype: torch.dtype, tolerance: float, device: str
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    device: str,
 ) -> None:
     from benchmarks.speed.gemm import gemm_add_forward
 
@@ -148,7 +162,8 @@ def _check_product(
     beta = torch.full((1,), 2.0, device=device)
     weight = torch.rand(n, device=device)
     form = Form(FunctionCode.DYISRU, False, 1.5, n, 1)
-    y, h = gemm_add_forward(form, a, b, residual, None, Parameters(beta, weight=weight))
+    parameters = Parameters(beta, weight=weight)
+    y, h = gemm_add_forward(form, a, b, residual, None, parameters)
     total = a.double() @ b.double() + residual.double()
     assert_close(h.double(), total, rtol=tolerance, atol=tolerance * k**0.5)
     expected = functional.dyisru(h.double(), 2.0, weight.double(), scale=1.5)
@@ -170,7 +185,7 @@ def measure_family(rows: int, columns: int, device: str) -> dict[str, Any]:
     def dyt(x: Tensor) -> Tensor:
         return torch.tanh(constant * x) * weight + bias
 
-    modules: dict[str, Callable[[Tensor], Tensor]] = {
+    modules: dict[str, Module] = {
         "layer_norm": lambda x: F.layer_norm(x, (columns,), weight, bias),
         "rms_norm": lambda x: F.rms_norm(x, (columns,), weight),
         "dyt eager": dyt,
@@ -181,7 +196,11 @@ def measure_family(rows: int, columns: int, device: str) -> dict[str, Any]:
     }
     forward: dict[str, Contender] = {"copy": lambda: y.copy_(leaf)}
     both: dict[str, Contender] = {}
-    parameters = Parameters(constant.detach(), weight=weight.detach(), bias=bias.detach())
+    parameters = Parameters(
+        constant.detach(),
+        weight=weight.detach(),
+        bias=bias.detach(),
+    )
     for function in FunctionCode:
         name = function.name.lower()
         kernel_forward, kernel_both = kernel_calls(function, leaf, grad, parameters, y)
@@ -211,7 +230,11 @@ def measure_family(rows: int, columns: int, device: str) -> dict[str, Any]:
 
 
 def kernel_calls(
-    function: FunctionCode, x: Tensor, grad: Tensor, parameters: Parameters, out: Tensor
+    function: FunctionCode,
+    x: Tensor,
+    grad: Tensor,
+    parameters: Parameters,
+    out: Tensor,
 ) -> tuple[Contender, Contender]:
     """Return a call of the forward kernel, and one of forward and backward."""
     if function == FunctionCode.DERF:
@@ -228,7 +251,7 @@ def kernel_calls(
     return forward, both
 
 
-def without_gradient(module: Callable[[Tensor], Tensor], x: Tensor) -> Contender:
+def without_gradient(module: Module, x: Tensor) -> Contender:
     """Return a forward pass without a gradient."""
 
     def call() -> Tensor:
@@ -238,7 +261,7 @@ def without_gradient(module: Callable[[Tensor], Tensor], x: Tensor) -> Contender
     return call
 
 
-def with_gradient(module: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Contender:
+def with_gradient(module: Module, x: Tensor, grad: Tensor) -> Contender:
     """Return a forward and a backward pass, which does not add to an old gradient."""
 
     def call() -> None:
@@ -248,7 +271,11 @@ def with_gradient(module: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -
     return call
 
 
-def liger(columns: int, device: str, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
+def liger(
+    columns: int,
+    device: str,
+    dtype: torch.dtype,
+) -> dict[str, Module]:
     """Return Liger's DyT if it is installed."""
     if importlib.util.find_spec("liger_kernel") is None:
         return {}
@@ -271,7 +298,8 @@ def measure_product(rows: int, width: int, device: str) -> dict[str, Any]:
     parameters = Parameters(beta, weight=weight)
 
     def normed() -> Tensor:
-        return F.layer_norm(torch.addmm(residual, a, b), (width,), weight)
+        product = torch.addmm(residual, a, b)
+        return F.layer_norm(product, (width,), weight)
 
     contenders = {
         "product with residual": lambda: torch.addmm(residual, a, b),
@@ -285,7 +313,13 @@ def measure_product(rows: int, width: int, device: str) -> dict[str, Any]:
     for times in results.values():
         times["over_product"] = round(times["median"] / product, 3)
         times["teraflops"] = round(operations / times["median"] / 1e9, 1)
-    return {"m": rows, "n": width, "k": width, "dtype": "bfloat16", "contenders": results}
+    return {
+        "m": rows,
+        "n": width,
+        "k": width,
+        "dtype": "bfloat16",
+        "contenders": results,
+    }
 
 
 def measure(contenders: dict[str, Contender]) -> dict[str, dict[str, float]]:

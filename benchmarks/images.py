@@ -1,4 +1,4 @@
-"""The loss of an encoder of images, from the reports of ``dynorm convert``.
+"""Collect the loss of an encoder of images from the reports of ``dynorm convert``.
 
 ``python -m benchmarks.images build/dinov2-calibrated/report.json
 build/dinov2-distilled/report.json`` writes benchmarks/results/images.json; ``make images`` makes
@@ -56,10 +56,15 @@ def moved(original: Path, meta: dict[str, Any]) -> Row:
     return {name: getattr(output, name) for name in FIGURES}
 
 
-def to_the_right(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def to_the_right(
+    model: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
     """Move a model's images by one pixel; the first column stays."""
     pixels = kwargs["pixel_values"]
-    moved_pixels = torch.cat((pixels[..., :1], pixels[..., :-1]), -1)
+    first_column = pixels[..., :1]
+    moved_pixels = torch.cat((first_column, pixels[..., :-1]), -1)
     return args, kwargs | {"pixel_values": moved_pixels}
 
 

@@ -38,7 +38,10 @@ def study() -> dict[str, Any]:
     for _ in fitted(subject, "dyisru", 0, per_channel=True):
         pass
     batches = make_batches(subject.pretrained, subject.encoded[:CALIBRATION_TEXTS], BATCH, 0)
-    readers = [reader for reader in find_readers(model, **batches[0]) if reader.refused is None]
+    readers = []
+    for reader in find_readers(model, **batches[0]):
+        if reader.refused is None:
+            readers.append(reader)
     outputs_of_layers = outputs(model, {reader.layer for reader in readers}, batches)
     converted = embeddings(model, tests)
     ranges = observed_ranges(model, batches)
@@ -67,13 +70,20 @@ def study() -> dict[str, Any]:
 
 
 def control(
-    original: nn.Module, readers: Sequence[Reader], batches: Batches, tests: Batches
+    original: nn.Module,
+    readers: Sequence[Reader],
+    batches: Batches,
+    tests: Batches,
 ) -> list[dict[str, Any]]:
     """Quantize the same linear layers of the original, with its norms, and compare it with itself."""
     exact = embeddings(original, tests)
     # The linear layers read norms here, whose outputs have no bounds.
-    linears = [replace(reader, layer=None, alone=False, peers=()) for reader in readers]
-    ranges = input_ranges(original, [reader.linear for reader in readers], batches)
+    linears = []
+    paths = []
+    for reader in readers:
+        linears.append(replace(reader, layer=None, alone=False, peers=()))
+        paths.append(reader.linear)
+    ranges = input_ranges(original, paths, batches)
 
     def dynamic(model: nn.Module) -> None:
         by_torchao(model, readers, dynamic=True)
@@ -97,7 +107,11 @@ def control(
 
 
 @torch.no_grad()
-def input_ranges(model: nn.Module, paths: Sequence[str], batches: Batches) -> dict[str, Range]:
+def input_ranges(
+    model: nn.Module,
+    paths: Sequence[str],
+    batches: Batches,
+) -> dict[str, Range]:
     """Return the least and largest input of each channel of linear layers, without padding."""
     ranges: dict[str, Range] = {}
     names = {model.get_submodule(path): path for path in paths}
@@ -176,7 +190,11 @@ def by_torchao(model: nn.Module, readers: Sequence[Reader], *, dynamic: bool) ->
 
 
 @torch.no_grad()
-def outputs(model: nn.Module, paths: set[str], batches: Batches) -> dict[str, Tensor]:
+def outputs(
+    model: nn.Module,
+    paths: set[str],
+    batches: Batches,
+) -> dict[str, Tensor]:
     """Return the outputs of the layers at these paths for all tokens except padding, of shape (tokens, C)."""
     parts: dict[str, list[Tensor]] = {}
     masks: list[Tensor] = []
@@ -209,7 +227,8 @@ def extremes(y: Tensor) -> Range:
 def quantile(y: Tensor, q: float) -> Range:
     """Return the range that holds this part of the absolute values."""
     values = y.abs().flatten()
-    edge = values.kthvalue(max(1, round(q * values.numel()))).values
+    place = max(1, round(q * values.numel()))
+    edge = values.kthvalue(place).values
     return -edge, edge
 
 

@@ -1,8 +1,8 @@
-"""Static and dynamic int8 on a decoder and a model of images, compared by the loss on their tasks.
+"""Compare static and dynamic int8 on a decoder and a model of images by the loss on their tasks.
 
-SmolLM2-135M-Instruct and DINOv2-small, converted with eight witnesses per layer and calibrated,
-without distillation. Every way quantizes the same converted model, and is measured on held-out
-texts or photographs; the weights are in int8 by torchao, with one scale per row. ``python -m
+SmolLM2-135M-Instruct and DINOv2-small are converted and calibrated, without distillation. Every way
+quantizes the same converted model, and is measured on held-out texts or photographs. The weights
+are in int8 by torchao, with one scale per row. ``python -m
 benchmarks.deploy --only decoder images`` writes the figures.
 """
 
@@ -19,7 +19,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 
 from benchmarks.decoder import ABOUT, converted_decoder
 from benchmarks.int8 import by_torchao
-from benchmarks.subjects import calibrate
+from benchmarks.subjects import Row, calibrate
 from dynorm.jobs.checkpoint import load_pretrained
 from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import image_inputs
@@ -60,7 +60,7 @@ def decoder() -> dict[str, Any]:
     for linears, way, quantize in ways(readers, ranges, kept="down_proj"):
         quantized = copy.deepcopy(model)
         count = quantize(quantized)
-        row: dict[str, Any] = {"linears": linears, "way": way, "count": count}
+        row: Row = {"linears": linears, "way": way, "count": count}
         for kind, batches in tests.items():
             loss, logits = losses(quantized, batches)
             row[kind] = {
@@ -90,7 +90,8 @@ def widest_over_median(ranges: dict[str, Range]) -> dict[str, float]:
     ratios = {}
     for path, (low, high) in ranges.items():
         largest = torch.maximum(low.abs(), high.abs())
-        ratios[path] = round(float(largest.max() / largest.median()), 1)
+        ratio = largest.max() / largest.median()
+        ratios[path] = round(float(ratio), 1)
     worst = sorted(ratios, key=lambda path: -ratios[path])
     return {path: ratios[path] for path in worst[:6]}
 
@@ -135,7 +136,9 @@ def images() -> dict[str, Any]:
 
 
 def ways(
-    readers: Sequence[Reader], ranges: dict[str, Range], kept: str
+    readers: Sequence[Reader],
+    ranges: dict[str, Range],
+    kept: str,
 ) -> Iterable[tuple[str, str, Way]]:
     """Yield the linear layers in words, the way in words, and a function that quantizes and counts them.
 
@@ -174,9 +177,14 @@ def ways(
 @torch.no_grad()
 def losses(model: Any, batches: Batches) -> tuple[float, Tensor]:
     """Return the mean loss per token, and the logits of all."""
-    logits = torch.cat([model(**batch, use_cache=False).logits for batch in batches])
+    parts = []
+    for batch in batches:
+        output = model(**batch, use_cache=False)
+        parts.append(output.logits)
+    logits = torch.cat(parts)
     ids = torch.cat([batch["input_ids"] for batch in batches])
-    loss = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    predictions = logits[:, :-1].flatten(0, 1)
+    loss = cross_entropy(predictions, ids[:, 1:].flatten())
     return float(loss), logits
 
 
@@ -185,7 +193,9 @@ def divergence(want: Tensor, got: Tensor) -> float:
     divergences = []
     # One block at a time, because the logits of all are large.
     for wanted, block in zip(want, got, strict=True):
-        loss = output_loss({"logits": block[None]}, {"logits": wanted[None]}, {})
+        student = {"logits": block[None]}
+        teacher = {"logits": wanted[None]}
+        loss = output_loss(student, teacher, {})
         divergences.append(float(loss))
     return fmean(divergences)
 
@@ -193,4 +203,8 @@ def divergence(want: Tensor, got: Tensor) -> float:
 @torch.no_grad()
 def class_tokens(model: nn.Module, batches: Batches) -> Tensor:
     """Return the last state of each image's class token."""
-    return torch.cat([model(**batch).last_hidden_state[:, 0] for batch in batches])
+    tokens = []
+    for batch in batches:
+        hidden = model(**batch).last_hidden_state
+        tokens.append(hidden[:, 0])
+    return torch.cat(tokens)

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,15 @@ def measured(layers: int, channels: int, words: int, tokens: int) -> dict[str, f
     batches = [{"input_ids": torch.randint(0, words, (1, tokens))}] * 2
     peaks = {"train": peak(lambda: train(LlamaForCausalLM(config), batches))}
     model = LlamaForCausalLM(config).eval()
-    dynorm.convert_(model, dynorm.find_norms(model, **batches[0]), witnesses=8)
-    peaks["calibrate"] = peak(lambda: dynorm.calibrate_(model, batches, lean=0.0))
+    sites = dynorm.find_norms(model, **batches[0])
+    dynorm.convert_(model, sites, witnesses=8)
+    calibrate = partial(dynorm.calibrate_, model, batches, lean=0.0)
+    refine = partial(dynorm.refine_, model, batches, steps=2)
+    distill = partial(dynorm.distill_, model, batches, steps=2, lr=1e-6, quiet=True)
+    peaks["calibrate"] = peak(calibrate)
     model.activation_checkpointing_enable()
-    peaks["refine"] = peak(lambda: dynorm.refine_(model, batches, steps=2))
-    peaks["distill"] = peak(lambda: dynorm.distill_(model, batches, steps=2, lr=1e-6, quiet=True))
+    peaks["refine"] = peak(refine)
+    peaks["distill"] = peak(distill)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {**peaks, "parameters": float(parameters)}
 

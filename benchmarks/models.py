@@ -1,4 +1,4 @@
-"""The tables of docs/models.md: conversions that were measured, and architectures that are tested."""
+"""Make the tables of docs/models.md: measured conversions, and tested architectures."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def architectures() -> str:
 
 
 def _load(name: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    path = RESULTS / f"{name}.json"
+    document: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return document
 
 
@@ -137,8 +138,9 @@ def cosines(witnesses: int, stage: str) -> list[float]:
     """Return the cosine of DyISRU with one constant per channel, for each seed."""
     by_seed = []
     for row in _load("quality")["rows"]:
-        key = (row["layer"], row["per_channel"], row.get("witnesses", 0), row["stage"])
-        if key == ("dyisru", True, witnesses, stage):
+        is_layer = row["layer"] == "dyisru" and row["per_channel"]
+        has_witnesses = row.get("witnesses", 0) == witnesses
+        if is_layer and has_witnesses and row["stage"] == stage:
             by_seed.append(row["cosine"])
     return by_seed
 

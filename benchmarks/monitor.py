@@ -44,7 +44,8 @@ def batches() -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(0)
     while True:
         starts = torch.randint(0, len(data) - LENGTH, (BATCH,), generator=generator)
-        yield torch.stack([data[start : start + LENGTH] for start in starts.tolist()])
+        blocks = [data[start : start + LENGTH] for start in starts.tolist()]
+        yield torch.stack(blocks)
 
 
 def train(constants_lr: float | None) -> dict[str, Any]:
@@ -120,7 +121,8 @@ def draw(document: dict[str, Any]) -> None:
     for axis, (name, title) in zip(axes, titles.items(), strict=True):
         for run, log in document["runs"].items():
             color, line = styles[run]
-            axis.plot(log["steps"], log[name], color=color, ls=line, lw=2, label=run)
+            style = {"color": color, "ls": line, "lw": 2}
+            axis.plot(log["steps"], log[name], label=run, **style)
         axis.set_title(title, fontsize=11)
         axis.set_xlabel("step")
         axis.spines[["top", "right"]].set_visible(False)
@@ -129,7 +131,13 @@ def draw(document: dict[str, Any]) -> None:
     step = first_warning[0]
     point = (step, log["saturated"][log["steps"].index(step)])
     axes[1].plot(*point, "o", color="0.2", ms=7)
-    axes[1].annotate("first warning", point, (-8, 6), textcoords="offset points", ha="right")
+    axes[1].annotate(
+        "first warning",
+        point,
+        (-8, 6),
+        textcoords="offset points",
+        ha="right",
+    )
     axes[0].set_ylim(2.5, 3.6)
     axes[1].set_ylim(0, 1.04)
     axes[2].set_yscale("log")

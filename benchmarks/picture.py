@@ -95,14 +95,22 @@ def draw_fit(axes: Axes, inputs: Tensor, fit: SiteFit) -> None:
     """Draw some values of a norm, with the largest ones, and the curve that was fitted to it."""
     x = inputs.flatten()
     y = dynorm.functional.layer_norm(inputs).flatten()
-    order = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(x.numel(), generator=generator)
     largest = x.abs().topk(1500).indices
     points = torch.cat([order[:6000], largest])
     axes.scatter(
-        x[points], y[points], c="0.7", s=5, linewidths=0, label="LayerNorm, token by token"
+        x[points],
+        y[points],
+        c="0.7",
+        s=5,
+        linewidths=0,
+        label="LayerNorm, token by token",
     )
     beta = float(fit.layer.beta())
-    line = torch.linspace(float(x.min()) * 1.02, float(x.max()) * 1.02, 2000)
+    left = 1.02 * float(x.min())
+    right = 1.02 * float(x.max())
+    line = torch.linspace(left, right, 2000)
     curve = dynorm.functional.dyisru(line, beta, scale=fit.layer.scale)
     name = rf"DyISRU, one curve, $\beta$ = {beta:.3g}"
     axes.plot(line, curve, color=COLOURS["dyisru"], lw=2, label=name)
@@ -118,13 +126,21 @@ def draw_witness(x: Tensor) -> None:
     scales = TokenScales("layernorm", 1e-12, None, Ranks())
     scales.update(x)
     sums = x.shape[1] * x.var(1, correction=0)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
-    points = {"s": 5, "linewidths": 0}
+    figure, (left, right) = plt.subplots(
+        1,
+        2,
+        figsize=(10, 3.6),
+        sharey=True,
+        layout="constrained",
+    )
+    grey = {"color": "0.75", "s": 5, "linewidths": 0}
+    coloured = {"color": COLOURS["dyisru"], "s": 5, "linewidths": 0, "alpha": 0.5}
 
     one = scales.choose(1)
     square = x[:, one.channels[0]].square()
-    left.scatter(square, sums, color=COLOURS["dyisru"], alpha=0.5, label="a token", **points)
-    line = torch.logspace(0, float(square.max().log10()) + 0.05, 300)
+    left.scatter(square, sums, label="a token", **coloured)
+    decades = float(square.max().log10()) + 0.05
+    line = torch.logspace(0, decades, 300)
     curve = one.beta + one.gains[0] * line
     left.plot(line, curve, color="0.2", lw=1.2, label=r"$\beta + g\,x^2$, fitted")
     left.set_xlim(1, None)
@@ -137,10 +153,8 @@ def draw_witness(x: Tensor) -> None:
     squares = x[:, list(four.channels)].square()
     estimated = four.beta + squares @ torch.tensor(four.gains)
     constant = torch.full_like(sums, scales.choose(0).beta)
-    right.scatter(constant, sums, color="0.75", label="a constant", **points)
-    right.scatter(
-        estimated, sums, color=COLOURS["dyisru"], alpha=0.5, label="four witnesses", **points
-    )
+    right.scatter(constant, sums, label="a constant", **grey)
+    right.scatter(estimated, sums, label="four witnesses", **coloured)
     ends = [float(sums.min()), float(sums.max())]
     right.plot(ends, ends, color="0.5", lw=0.8, ls="--", label="exact")
     right.set_title(f"four explain {four.explained[4]:.1%}, a constant none", fontsize=11)

@@ -110,7 +110,12 @@ def write(new: list[Row]) -> None:
         "refine_steps": REFINE,
         "batch": BATCH,
     }
-    add_rows(RESULTS, about, new, order=lambda row: (ARMS.index(arm_of(row)), row["seed"]))
+    add_rows(RESULTS, about, new, order=place)
+
+
+def place(row: Row) -> tuple[int, int]:
+    """Return the key to sort rows by."""
+    return ARMS.index(arm_of(row)), row["seed"]
 
 
 if __name__ == "__main__":

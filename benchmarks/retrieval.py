@@ -1,12 +1,11 @@
-"""The loss on a task: find the Debian package that a synopsis belongs to, before and after the conversion.
+"""Measure the loss on a task: find the Debian package of a synopsis, before and after the conversion.
 
 ``python -m benchmarks.retrieval build/demo/model`` writes benchmarks/results/retrieval.json. The
 synopsis of a package is the query and the long descriptions of 1,500 packages are searched, by the
-cosine of mean-pooled embeddings. No stage of the conversion has seen any of these texts. ``make
-retrieval`` fetches them first: they are the descriptions in Debian's package lists. The rows of models
-that are not given stay if the texts are the same. ``--check`` writes nothing. It fails if a model has
-lost more of the original's mean reciprocal rank than the committed row of its name, by more than the
-noise.
+cosine of mean-pooled embeddings. No stage of the conversion has seen any of these texts. They are
+the descriptions in Debian's package lists, which ``make retrieval`` fetches first. If the texts are
+the same, the rows of other models stay. ``--check`` writes nothing. It fails if a model loses more
+of the original's mean reciprocal rank than its committed row, by more than the noise.
 """
 
 from __future__ import annotations
@@ -80,19 +79,21 @@ def main() -> None:
         # Rows on other descriptions cannot be compared with these.
         if committed["sha256"] == digest:
             rows += [row for row in committed["rows"] if row["model"] not in measured]
-    about: dict[str, Any] = {
+    document: dict[str, Any] = {
         "packages": PACKAGES,
         "seeds": SEEDS,
         "descriptions": len(known),
         "sha256": digest,
         "made_with": library_versions(),
+        "rows": rows,
     }
-    write_text(RESULTS, json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    write_text(RESULTS, json.dumps(document, indent=1) + "\n")
 
 
 def check(rows: list[Row]) -> None:
     """Compare the losses of models with the committed ones; exit with 1 if one is larger."""
-    committed = {row["model"]: row for row in json.loads(RESULTS.read_text())["rows"]}
+    document = json.loads(RESULTS.read_text())
+    committed = {row["model"]: row for row in document["rows"]}
     failed = False
     for row in rows[1:]:
         now = losses(rows[0], row)
@@ -111,7 +112,8 @@ def check(rows: list[Row]) -> None:
 
 def losses(original: Row, row: Row) -> list[float]:
     """Return the loss of a model in each draw of packages."""
-    return [a - b for a, b in zip(original["mrr"], row["mrr"], strict=True)]
+    pairs = zip(original["mrr"], row["mrr"], strict=True)
+    return [before - after for before, after in pairs]
 
 
 def packages(text: str) -> list[tuple[str, str]]:
@@ -158,7 +160,8 @@ def embedded(pretrained: Pretrained, texts: list[str]) -> Tensor:
         means = (hidden * mask).sum(1) / mask.sum(1)
         rows.append(normalize(means, dim=1))
     # The batches are in the order of length, from short to long.
-    order = sorted(range(len(texts)), key=lambda index: len(encoded[index]))
+    lengths = [len(ids) for ids in encoded]
+    order = sorted(range(len(texts)), key=lengths.__getitem__)
     return torch.cat(rows)[torch.tensor(order).argsort()]
 
 

@@ -1,8 +1,8 @@
-"""The loss of a model of speech: Whisper tiny.en after calibration, and after a short distillation.
+"""Measure the loss of a model of speech, Whisper tiny.en, after calibration and a short distillation.
 
-``python -m benchmarks.speech`` writes benchmarks/results/speech.json. Steps and files are given,
-not minutes, so that a busy machine gives the same figures. It needs the packages of
-requirements-models.txt.
+``python -m benchmarks.speech`` writes benchmarks/results/speech.json. The length is a number of
+steps rather than of minutes, so that a busy machine gives the same figures. It needs the packages
+of requirements-models.txt.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,14 @@ ABOUT = {
 }
 
 
-def agreement(pairs: Iterable[tuple[str, str]]) -> float:
-    """Return one minus the word error rate of pairs of a transcript and the correct one."""
+def agreement(transcripts: Mapping[Any, str], correct: Mapping[Any, str]) -> float:
+    """Return one minus the word error rate of transcripts, by the same keys as the correct ones."""
     errors = 0
     words = 0
-    for transcript, correct in pairs:
-        pair_errors, pair_words = word_errors(transcript, correct)
-        errors += pair_errors
-        words += pair_words
+    for key, transcript in transcripts.items():
+        new_errors, new_words = word_errors(transcript, correct[key])
+        errors += new_errors
+        words += new_words
     return round(1 - errors / words, 4)
 
 
@@ -67,7 +67,7 @@ def main() -> None:
         help="steps of 4 files; one distillation per number",
     )
     parser.add_argument(
-        "--float32", action="store_true", help="train in float32: for processors without bfloat16"
+        "--float32", action="store_true", help="train in float32, for processors without bfloat16"
     )
     options = parser.parse_args()
     pretrained = load_pretrained(folder("whisper"))
@@ -88,17 +88,22 @@ def main() -> None:
         return texts
 
     before = transcripts(original)
-    right_before = agreement((text, spoken(clip)) for clip, text in before.items())
+    speech = {clip: spoken(clip) for clip in before}
+    right_before = agreement(before, speech)
 
     def add(stage: str, steps: int) -> None:
         held_out = inputs.batches(inputs.held_out, ABOUT["batch"])
         output = compare(model, original, held_out)
         now = transcripts(model)
-        row: Row = {"stage": stage, "steps": steps, "files": steps * ABOUT["batch"]}
+        row: Row = {
+            "stage": stage,
+            "steps": steps,
+            "files": steps * ABOUT["batch"],
+        }
         for name in FIGURES:
             row[name] = round(getattr(output, name), 4)
-        row["word_agreement"] = agreement((text, before[clip]) for clip, text in now.items())
-        row["words_right"] = agreement((text, spoken(clip)) for clip, text in now.items())
+        row["word_agreement"] = agreement(now, before)
+        row["words_right"] = agreement(now, speech)
         row["words_right_original"] = right_before
         seconds = round(time.process_time() - started)
         add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": seconds}])

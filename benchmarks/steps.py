@@ -71,13 +71,16 @@ def measured(family: str, threads: int, rounds: int) -> dict[str, Any]:
     milliseconds = {}
     for name, seconds in times.items():
         milliseconds[name] = spread(seconds).scaled(1e3).rounded()
+    over_norm = {}
+    for name in PLACES:
+        over_norm[name] = ratio(times[name], times[norm]).rounded()
     return {
         "model": family,
         "threads": threads,
         "norm": norm,
         "rounds": rounds,
         "milliseconds": milliseconds,
-        "over_norm": {name: ratio(times[name], times[norm]).rounded() for name in PLACES},
+        "over_norm": over_norm,
     }
 
 

@@ -107,7 +107,12 @@ def language_model() -> Subject:
 
 
 def fitted(
-    subject: Subject, to: str, seed: int, *, tolerance: float = Recipe.tolerance, **options: Any
+    subject: Subject,
+    to: str,
+    seed: int,
+    *,
+    tolerance: float = Recipe.tolerance,
+    **options: Any,
 ) -> Iterator[tuple[str, float]]:
     """Convert, calibrate and refine; yield the name and the seconds of each stage after it."""
     pretrained = subject.pretrained
@@ -143,11 +148,12 @@ def _subject(pretrained: Pretrained, fit: list[str], held_out: list[str]) -> Sub
 def trained(steps: int, texts: list[str]) -> Path:
     """Return the folder of a model that was trained on these texts, and train it if there is none."""
     # The name depends on the texts, because one caller may hold out what another trains on.
-    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
-    out = ROOT / "build" / f"small-pre-norm-{steps}-{digest}"
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    out = ROOT / "build" / f"small-pre-norm-{steps}-{digest[:12]}"
     if not (out / "training.json").exists():
         summary = train(steps, texts, out)
-        (out / "training.json").write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
+        text = json.dumps(summary, indent=1) + "\n"
+        (out / "training.json").write_text(text, "utf-8")
     return out
 
 
@@ -165,16 +171,33 @@ def train(steps: int, texts: list[str], out: Path) -> dict[str, Any]:
     set_seed(0)
     tokenizer = ByT5Tokenizer(extra_ids=0)
     config = GPT2Config(
-        vocab_size=len(tokenizer), n_embd=128, n_layer=4, n_head=4, n_positions=LENGTH,
-        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        n_positions=LENGTH,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     model = GPT2LMHeadModel(config)
-    blocks = torch.tensor(encode(Pretrained(model, tokenizer, True, out), texts, LENGTH))
+    pretrained = Pretrained(model, tokenizer, True, out)
+    blocks = torch.tensor(encode(pretrained, texts, LENGTH))
     arguments = TrainingArguments(
-        output_dir=str(out), max_steps=steps, per_device_train_batch_size=BLOCKS, learning_rate=3e-3,
-        lr_scheduler_type="cosine", warmup_steps=50, weight_decay=0.1, report_to=[], save_strategy="no",
-        use_cpu=True, disable_tqdm=True, optim="adamw_torch_fused", logging_steps=steps, seed=0,
-    )  # fmt: skip
+        output_dir=str(out),
+        max_steps=steps,
+        per_device_train_batch_size=BLOCKS,
+        learning_rate=3e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=50,
+        weight_decay=0.1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        optim="adamw_torch_fused",
+        logging_steps=steps,
+        seed=0,
+    )
 
     def collate(rows: list[tuple[Tensor]]) -> dict[str, Tensor]:
         ids = torch.stack([row[0] for row in rows])
@@ -201,7 +224,10 @@ def rows_so_far(results: Path) -> list[Row]:
 
 
 def add_rows(
-    results: Path, about: dict[str, Any], new: list[Row], order: Callable[[Row], Any] | None = None
+    results: Path,
+    about: dict[str, Any],
+    new: list[Row],
+    order: Callable[[Row], Any] | None = None,
 ) -> None:
     """Add rows, each with the versions that made it; if the write fails, the old file stays.
 
@@ -221,4 +247,5 @@ def add_rows(
     if order is not None:
         rows.sort(key=order)
     results.parent.mkdir(exist_ok=True)
-    write_text(results, json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    document = {**about, "rows": rows}
+    write_text(results, json.dumps(document, indent=1) + "\n")

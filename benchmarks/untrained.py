@@ -51,10 +51,17 @@ Measure = Callable[[nn.Module], Row]
 
 @dataclass
 class Subject:
-    """A model, the batches to calibrate on, those to refine on, and the measure on others."""
+    """A model with its data.
+
+    Args:
+        model: the original.
+        to_fit: the batches to calibrate on.
+        measure: a function that returns the figures of a converted model on held-out samples.
+        to_refine: the batches to refine on; those to calibrate on by default.
+    """
 
     model: nn.Module
-    batches: Batches
+    to_fit: Batches
     measure: Measure
     to_refine: Batches | None = None
 
@@ -74,9 +81,11 @@ def minilm() -> Subject:
         return rounded(output, "cosine_mean", "cosine_min", "spearman", "neighbours")
 
     first = ENCODER.calibration
-    to_fit = make_batches(texts.pretrained, texts.encoded[:first], BATCH, 0)
-    after = texts.encoded[first : first + REFINE * BATCH]
-    return Subject(original, to_fit, measure, make_batches(texts.pretrained, after, BATCH, 0))
+    texts_to_fit = texts.encoded[:first]
+    texts_to_refine = texts.encoded[first : first + REFINE * BATCH]
+    to_fit = make_batches(texts.pretrained, texts_to_fit, BATCH, 0)
+    to_refine = make_batches(texts.pretrained, texts_to_refine, BATCH, 0)
+    return Subject(original, to_fit, measure, to_refine)
 
 
 def smollm2() -> Subject:
@@ -129,11 +138,13 @@ def dinov2() -> Subject:
     """Return the encoder of images, on crops of photographs."""
     pretrained = load_pretrained(folder("dinov2"))
     readable, _ = find_images([pictures.gather(Path("build/pictures"))])
-    inputs = image_inputs(pretrained, *split_texts(readable, HELD_OUT_IMAGES, 0, "images"), {})
+    parts = split_texts(readable, HELD_OUT_IMAGES, 0, "images")
+    inputs = image_inputs(pretrained, *parts, {})
     original = copy.deepcopy(pretrained.model)
 
     def measure(model: nn.Module) -> Row:
-        output = compare(model, original, inputs.batches(inputs.held_out, IMAGES.batch))
+        held_out = inputs.batches(inputs.held_out, IMAGES.batch)
+        output = compare(model, original, held_out)
         return rounded(output, "cosine_mean", "cosine_min", "neighbours")
 
     return Subject(original, _to_fit(inputs, IMAGES), measure)
@@ -147,19 +158,20 @@ def whisper() -> Subject:
     listener = Listener(pretrained, original)
     inputs = audio_inputs(listener, *split_audio(clips, HELD_OUT_FILES), {})
 
-    def transcripts(model: nn.Module) -> list[str]:
-        lines = []
+    def transcripts(model: nn.Module) -> dict[int, str]:
+        texts = []
         for part in inputs.batches(inputs.held_out, AUDIO.batch).parts:
             for ids in listener.write(model, listener.batch(part)):
-                lines.append(listener.text(ids))
-        return lines
+                texts.append(listener.text(ids))
+        return dict(enumerate(texts))
 
     before = transcripts(original)
 
     def measure(model: nn.Module) -> Row:
-        output = compare(model, original, inputs.batches(inputs.held_out, AUDIO.batch))
+        held_out = inputs.batches(inputs.held_out, AUDIO.batch)
+        output = compare(model, original, held_out)
         return {
-            "word_agreement": agreement(zip(transcripts(model), before, strict=True)),
+            "word_agreement": agreement(transcripts(model), before),
             "kl": round(output.kl or 0.0, 4),
             "kl_worst_token": round(output.kl_worst or 0.0, 2),
             "agreement": round(output.agreement or 0.0, 4),
@@ -176,7 +188,11 @@ SUBJECTS = {"minilm": minilm, "smollm2": smollm2, "dinov2": dinov2, "whisper": w
 
 
 def rows(
-    name: str, subject: Subject, witnesses: int, fold_means: bool, refine: int
+    name: str,
+    subject: Subject,
+    witnesses: int,
+    fold_means: bool,
+    refine: int,
 ) -> Iterator[Row]:
     """Convert a copy and yield its figures, and those after steps of refinement if there are any."""
     model = copy.deepcopy(subject.model)
@@ -184,8 +200,8 @@ def rows(
     started = time.perf_counter()
     means = None
     if fold_means:
-        means = fold_means_(model, next(iter(subject.batches)))
-    calibrate(model, subject.batches, recipe)
+        means = fold_means_(model, next(iter(subject.to_fit)))
+    calibrate(model, subject.to_fit, recipe)
     about = {
         "model": name,
         "witnesses": witnesses,
@@ -195,7 +211,8 @@ def rows(
     yield {**about, "seconds": seconds, **subject.measure(model)}
     if refine:
         started = time.perf_counter()
-        dynorm.refine_(model, subject.to_refine or subject.batches, steps=refine)
+        batches = subject.to_refine or subject.to_fit
+        dynorm.refine_(model, batches, steps=refine)
         seconds += round(time.perf_counter() - started)
         yield {**about, "refined": refine, "seconds": seconds, **subject.measure(model)}
 
@@ -204,7 +221,9 @@ def main() -> None:
     """Measure one row for each number of witnesses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=SUBJECTS)
-    parser.add_argument("--witnesses", type=int, nargs="+", default=[128], help="per layer")
+    parser.add_argument(
+        "--witnesses", type=int, nargs="+", default=[128], help="most witnesses per layer"
+    )
     parser.add_argument("--keep-means", action="store_true", help="do not fold the means first")
     parser.add_argument("--refine", type=int, default=0, help="steps of refinement")
     arguments = parser.parse_args()

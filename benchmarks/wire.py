@@ -68,8 +68,20 @@ class Shape(NamedTuple):
 
 
 MODELS = {
-    "Llama 8B": Shape(channels=4096, heads=32, groups=8, hidden=14336, layers=32),
-    "Llama 70B": Shape(channels=8192, heads=64, groups=8, hidden=28672, layers=80),
+    "Llama 8B": Shape(
+        channels=4096,
+        heads=32,
+        groups=8,
+        hidden=14336,
+        layers=32,
+    ),
+    "Llama 70B": Shape(
+        channels=8192,
+        heads=64,
+        groups=8,
+        hidden=28672,
+        layers=80,
+    ),
 }
 RANKS = (2, 4, 8)
 # The sequences and the tokens of each: a training step, and a step of decoding.
@@ -154,7 +166,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map each token."""
-        return self.down(silu(self.gate(x)) * self.up(x))
+        gate = silu(self.gate(x))
+        return self.down(gate * self.up(x))
 
 
 class Layer(nn.Module):
@@ -225,7 +238,13 @@ class Wire(TorchDispatchMode):
         super().__init__()
         self.seen: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        op: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         # DTensor's own dispatch comes first, and calls the collectives.
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
@@ -234,7 +253,8 @@ class Wire(TorchDispatchMode):
         is_collective = op.namespace in ("_c10d_functional", "_dtensor")
         if is_collective and name not in _SILENT:
             # The input of a reduce-scatter is the full tensor, and the output of a gather.
-            self.seen.append((name, max(args[0].nbytes, out.nbytes)))
+            size = max(args[0].nbytes, out.nbytes)
+            self.seen.append((name, size))
         return out
 
 
@@ -274,7 +294,10 @@ def count(shape: Shape, ranks: int, phase: str, arm: Arm) -> Row:
             if phase == "training":
                 y.backward(y.detach())
     counts = Counter(name for name, _ in wire.seen)
-    return {"collectives": dict(sorted(counts.items())), "bytes": sent(wire.seen, ranks)}
+    return {
+        "collectives": dict(sorted(counts.items())),
+        "bytes": sent(wire.seen, ranks),
+    }
 
 
 # The highest rate of each rank in one direction, in bytes per second, and the latency of a
@@ -307,7 +330,12 @@ def rows() -> list[Row]:
     return counted
 
 
-def by_arm(document: dict[str, Any], model: str, ranks: int, phase: str) -> dict[str, Row]:
+def by_arm(
+    document: dict[str, Any],
+    model: str,
+    ranks: int,
+    phase: str,
+) -> dict[str, Row]:
     """Return the rows of a model, a number of ranks and a phase by their arms."""
     key = (model, ranks, phase)
     chosen = {}
@@ -319,7 +347,8 @@ def by_arm(document: dict[str, Any], model: str, ranks: int, phase: str) -> dict
 
 def wire_table(document: dict[str, Any], phase: str) -> str:
     """Return the MiB that a rank sends for a layer, and the number of collectives."""
-    arms = list(by_arm(document, next(iter(MODELS)), max(RANKS), phase))
+    first_model = next(iter(MODELS))
+    arms = list(by_arm(document, first_model, max(RANKS), phase))
     lines = [f"| model | ranks | {' | '.join(arms)} |", "|---|---" + "|---" * len(arms) + "|"]
     for model, ranks in product(MODELS, RANKS):
         cells = [model, str(ranks)]

@@ -64,7 +64,8 @@ def run(sources: tuple[str, str], options: Namespace) -> Result:
     require_library("PIL.Image", "reading images", "plots")
     names = class_names(options.data)
     load = partial(load_pretrained, device=options.device)
-    original, converted = of_both(load, partial(answers, options=options, names=names), sources)
+    measure = partial(answers, options=options, names=names)
+    original, converted = of_both(load, measure, sources)
     figures = []
     for method in ("k-NN", "linear"):
         before = float(original[method].double().mean())
@@ -122,7 +123,11 @@ def answers(pretrained: Pretrained, options: Namespace, names: list[str]) -> dic
 
 @torch.no_grad()
 def features(
-    pretrained: Pretrained, options: Namespace, part: str, names: list[str], most: int | None
+    pretrained: Pretrained,
+    options: Namespace,
+    part: str,
+    names: list[str],
+    most: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the class token of each image as the model pools it, and the numbers of the classes."""
     files: list[Path] = []
@@ -187,7 +192,8 @@ def by_classifier(train: Tensor, labels: Tensor, val: Tensor, classes: int) -> T
     optimizer = torch.optim.AdamW(head.parameters(), RATE)
     in_a_pass = math.ceil(len(train) / LINEAR_BATCH)
     for _ in range(max(EPOCHS, math.ceil(STEPS / in_a_pass))):
-        for index in torch.randperm(len(train), generator=generator).split(LINEAR_BATCH):
+        order = torch.randperm(len(train), generator=generator)
+        for index in order.split(LINEAR_BATCH):
             optimizer.zero_grad()
             cross_entropy(head(train[index]), labels[index]).backward()
             optimizer.step()

@@ -59,7 +59,8 @@ class DyISRUEager(Eager):
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
         self.scale = math.sqrt(channels)
-        self.log_beta = nn.Parameter(torch.full((1,), math.log(channels)))
+        log_beta = torch.full((1,), math.log(channels))
+        self.log_beta = nn.Parameter(log_beta)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the function of x."""
@@ -102,12 +103,16 @@ def _dyisru(x: Tensor, p: ByName) -> Tensor:
 
 def _dyisru_witnesses(x: Tensor, p: ByName) -> Tensor:
     beta = p["log_beta"].exp()
-    options = {
-        "witnesses": torch.tensor(witnesses_of(x.shape[-1]), device=x.device),
-        "gain": p["log_gain"].exp(),
-        "scale": math.sqrt(x.shape[-1]),
-    }
-    return functional.dyisru(x, beta, p["weight"], p["bias"], **options)
+    channels = x.shape[-1]
+    return functional.dyisru(
+        x,
+        beta,
+        p["weight"],
+        p["bias"],
+        witnesses=torch.tensor(witnesses_of(channels), device=x.device),
+        gain=p["log_gain"].exp(),
+        scale=math.sqrt(channels),
+    )
 
 
 def _dyt(x: Tensor, p: ByName) -> Tensor:
@@ -119,7 +124,8 @@ def _derf(x: Tensor, p: ByName) -> Tensor:
 
 
 def _linear(x: Tensor, p: ByName) -> Tensor:
-    slope = math.sqrt(x.shape[-1]) * (-0.5 * p["log_beta"]).exp()
+    scale = math.sqrt(x.shape[-1])
+    slope = scale * (-0.5 * p["log_beta"]).exp()
     return functional.linear(x, slope, p["weight"], p["bias"])
 
 
@@ -167,7 +173,13 @@ class Case:
         return self.x.shape[1]
 
 
-def make_case(rows: int, channels: int, dtype: str, device: str = "cpu", seed: int = 0) -> Case:
+def make_case(
+    rows: int,
+    channels: int,
+    dtype: str,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Case:
     """Draw the inputs, with the same numbers on every device.
 
     x and the gradient are normal, weights are about 1, and biases about 0.

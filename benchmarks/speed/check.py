@@ -12,13 +12,23 @@ from benchmarks.speed.contenders import Contender, Results
 from dynorm.errors import DynormError
 
 # Relative to 1 + |value|; the eager definitions round after every operation.
-TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2**-5, "float16": 2**-8}
+TOLERANCES = {
+    "float64": 1e-10,
+    "float32": 2e-5,
+    "bfloat16": 2**-5,
+    "float16": 2**-8,
+}
 # Elements of x that are compared together, so that their float64 values stay in the cache.
 CHUNK = 1 << 18
 # The gradients of LayerNorm's parameters are off as if torch summed them in the dtype itself: n
 # roundings, each of half a unit of a sum of about sqrt(n), add up to about n. The worst of
 # thousands of channels reaches 1.1 times that.
-EPSILONS = {"float64": 0.0, "float32": 0.0, "bfloat16": 2**-6, "float16": 2**-9}
+EPSILONS = {
+    "float64": 0.0,
+    "float32": 0.0,
+    "bfloat16": 2**-6,
+    "float16": 2**-9,
+}
 
 
 class WrongResultError(DynormError):
@@ -98,7 +108,14 @@ def _check_kind(case: Case, name: str, result: Results) -> None:
             )
 
 
-def _compare(case: Case, name: str, key: str, result: Tensor, exact: Tensor, size: float) -> None:
+def _compare(
+    case: Case,
+    name: str,
+    key: str,
+    result: Tensor,
+    exact: Tensor,
+    size: float,
+) -> None:
     """Compare one result with the definition; errors of the tolerance times ``size + |value|`` pass."""
     tolerance = TOLERANCES[case.dtype]
     error = (result.double() - exact).abs()

@@ -164,7 +164,10 @@ def _modules(channels: int, compiled: bool) -> Iterator[ModuleSpec]:
 
 
 def contenders(
-    case: Case, entries: Sequence[Entry], stage: str, only: Sequence[str] = ()
+    case: Case,
+    entries: Sequence[Entry],
+    stage: str,
+    only: Sequence[str] = (),
 ) -> list[Contender]:
     """Return the contenders of a pass; call those of "forward" under ``torch.no_grad()``."""
     passes = {"forward": _forward, "backward": _backward, "both": _both}
@@ -240,7 +243,10 @@ def _by_name(names: tuple[str, ...], call: Callable[[], Sequence[Tensor]]) -> Re
 
 
 def _step(
-    call: Callable[[Tensor], Tensor], x: Tensor, leaves: tuple[Tensor, ...], grad: Tensor
+    call: Callable[[Tensor], Tensor],
+    x: Tensor,
+    leaves: tuple[Tensor, ...],
+    grad: Tensor,
 ) -> Tensor:
     """Run forward and backward, without adding to older gradients."""
     for leaf in leaves:

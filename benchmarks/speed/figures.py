@@ -110,7 +110,10 @@ class ModelGroup:
 
 
 def ratios(
-    groups: Sequence[Group], models: Sequence[ModelGroup], threads: int, device: str = "cpu"
+    groups: Sequence[Group],
+    models: Sequence[ModelGroup],
+    threads: int,
+    device: str = "cpu",
 ) -> list[Row]:
     """Return one row per goal for one number of threads.
 
@@ -126,7 +129,12 @@ def ratios(
                 measured, note = _model_share(goal, models, threads)
             else:
                 measured, note = _ratio(goal, groups, threads)
-        row: Row = {"what": goal["what"], "unit": goal["unit"], "measured": None, "note": note}
+        row: Row = {
+            "what": goal["what"],
+            "unit": goal["unit"],
+            "measured": None,
+            "note": note,
+        }
         if measured is not None:
             row["measured"] = measured.rounded()
         rows.append(row)
@@ -145,7 +153,11 @@ def reached(row: Row, bound: str = "goal") -> bool | None:
     return bool(median <= limit)
 
 
-def _ratio(goal: Row, groups: Sequence[Group], threads: int) -> tuple[Spread | None, str]:
+def _ratio(
+    goal: Row,
+    groups: Sequence[Group],
+    threads: int,
+) -> tuple[Spread | None, str]:
     """Return the ratio that a goal is about, and a note."""
     matching = []
     for group in groups:

@@ -169,7 +169,9 @@ def _processors(a: Tensor) -> int:
 
 def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return the descriptor by which the copy engine loads blocks of a matrix."""
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+    shape = list(matrix.shape)
+    strides = list(matrix.stride())
+    return TensorDescriptor(matrix, shape, strides, [rows, columns])
 
 
 def _check(a: Tensor, b: Tensor, residual: Tensor) -> None:
@@ -297,13 +299,52 @@ def gemm_add_kernel(
             halves = tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2))
             upper, lower = tl.split(tl.permute(halves, (0, 2, 1)))
             columns = n.to(tl.int64) + tl.arange(0, BLOCK_N // 2)
-            finish(upper, rows, columns, M, N, residual_ptr, gemm_bias_ptr, parameters, y_ptr, h_ptr, scale,
-                   FUNCTION, PER_CHANNEL)  # fmt: skip
-            finish(lower, rows, columns + BLOCK_N // 2, M, N, residual_ptr, gemm_bias_ptr, parameters, y_ptr, h_ptr,
-                   scale, FUNCTION, PER_CHANNEL)  # fmt: skip
+            finish(
+                upper,
+                rows,
+                columns,
+                M,
+                N,
+                residual_ptr,
+                gemm_bias_ptr,
+                parameters,
+                y_ptr,
+                h_ptr,
+                scale,
+                FUNCTION,
+                PER_CHANNEL,
+            )
+            finish(
+                lower,
+                rows,
+                columns + BLOCK_N // 2,
+                M,
+                N,
+                residual_ptr,
+                gemm_bias_ptr,
+                parameters,
+                y_ptr,
+                h_ptr,
+                scale,
+                FUNCTION,
+                PER_CHANNEL,
+            )
         else:
-            finish(total, rows, columns, M, N, residual_ptr, gemm_bias_ptr, parameters, y_ptr, h_ptr, scale,
-                   FUNCTION, PER_CHANNEL)  # fmt: skip
+            finish(
+                total,
+                rows,
+                columns,
+                M,
+                N,
+                residual_ptr,
+                gemm_bias_ptr,
+                parameters,
+                y_ptr,
+                h_ptr,
+                scale,
+                FUNCTION,
+                PER_CHANNEL,
+            )
 
 
 @triton.jit

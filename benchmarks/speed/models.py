@@ -90,7 +90,9 @@ def _in_words(texts: int, tokens: int) -> str:
 
 
 def _with_variants(
-    name: str, model: nn.Module, inputs: Mapping[str, dict[str, Tensor]]
+    name: str,
+    model: nn.Module,
+    inputs: Mapping[str, dict[str, Tensor]],
 ) -> list[WholeModel]:
     """Make the variants of a model, calibrated on the first of its inputs, which are by their words."""
     # Nothing here is trained, and calls need not look for gradients.
@@ -106,9 +108,10 @@ def _with_variants(
         for path in (site.path, *site.aliases):
             without.set_submodule(path, nn.Identity())
     variants = {"norms": model, "DyISRU": converted.eval(), "identities": without}
+    norms = len(report.converted)
     models = []
     for words, example in inputs.items():
-        models.append(WholeModel(name, words, len(report.converted), variants, example))
+        models.append(WholeModel(name, words, norms, variants, example))
     return models
 
 

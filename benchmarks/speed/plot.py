@@ -14,8 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PASSES = {"forward": "forward", "backward": "backward alone", "both": "forward + backward"}
-COLORS = {FAMILY[name].title: COLOURS[name] for name in ("dyisru", "dyt", "derf")}
+COLORS = {
+    FAMILY["dyisru"].title: COLOURS["dyisru"],
+    FAMILY["dyt"].title: COLOURS["dyt"],
+    FAMILY["derf"].title: COLOURS["derf"],
+}
 COPY = "copy, output given"
+Row = dict[str, Any]
 
 
 def draw(document: dict[str, Any]) -> bytes:
@@ -25,7 +30,7 @@ def draw(document: dict[str, Any]) -> bytes:
 
     threads = document["settings"]["threads"][0]
     dtype = document["operations"][0]["dtype"]
-    groups_of_pass: dict[str, list[dict[str, Any]]] = {stage: [] for stage in PASSES}
+    groups_of_pass: dict[str, list[Row]] = {stage: [] for stage in PASSES}
     for group in document["operations"]:
         if group["threads"] == threads and group["dtype"] == dtype:
             groups_of_pass[group["pass"]].append(group)
@@ -50,7 +55,7 @@ def draw(document: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _draw_pass(axes: Axes, groups: Sequence[dict[str, Any]]) -> None:
+def _draw_pass(axes: Axes, groups: Sequence[Row]) -> None:
     """Draw one pass: a line for each layer with its quartiles, LayerNorm at 1, and the limit of memory."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 

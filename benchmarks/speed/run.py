@@ -94,7 +94,12 @@ def run(
 
 
 def _measure_case(
-    settings: Settings, rows: int, channels: int, dtype: str, threads: int, results: Results
+    settings: Settings,
+    rows: int,
+    channels: int,
+    dtype: str,
+    threads: int,
+    results: Results,
 ) -> None:
     """Check and time the three passes of a case."""
     torch.set_num_threads(threads)
@@ -119,7 +124,11 @@ def _measure_case(
 
 
 def _measure_model(
-    settings: Settings, model: models.WholeModel, threads: int, compiled: bool, results: Results
+    settings: Settings,
+    model: models.WholeModel,
+    threads: int,
+    compiled: bool,
+    results: Results,
 ) -> None:
     """Check and time the variants of a model."""
     torch.set_num_threads(threads)

@@ -18,6 +18,7 @@ TITLES = {
     "backward": "backward alone",
     "both": "forward + backward through autograd",
 }
+Row = dict[str, Any]
 
 
 class Rows(NamedTuple):
@@ -61,7 +62,7 @@ def ratios(document: dict[str, Any]) -> Rows:
 
 def operation_tables(document: dict[str, Any]) -> list[Rows]:
     """Return a table for each number of threads, dtype and pass, with one column per size."""
-    groups_of_table: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
+    groups_of_table: dict[tuple[int, str, str], list[Row]] = {}
     for group in document["operations"]:
         key = (group["threads"], group["dtype"], group["pass"])
         groups_of_table.setdefault(key, []).append(group)
@@ -124,7 +125,7 @@ def _busy(document: dict[str, Any]) -> bool:
     return bool(averages) and averages[0] > 0.5
 
 
-def _operations(groups: Sequence[dict[str, Any]]) -> Rows:
+def _operations(groups: Sequence[Row]) -> Rows:
     """Return the table of groups that differ in their sizes."""
     first = groups[0]
     norm = "F.layer_norm" if first["pass"] == "forward" else "nn.LayerNorm"
@@ -152,7 +153,7 @@ def _operations(groups: Sequence[dict[str, Any]]) -> Rows:
     return Rows(title, ["", *sizes], rows, note)
 
 
-def _cell(entry: dict[str, Any] | None, name: str) -> str:
+def _cell(entry: Row | None, name: str) -> str:
     if entry is None:
         return ""
     time = _number(entry["microseconds"][0])
@@ -162,7 +163,7 @@ def _cell(entry: dict[str, Any] | None, name: str) -> str:
     return f"{time} ({median:.2g})"
 
 
-def _measured(row: dict[str, Any]) -> str:
+def _measured(row: Row) -> str:
     if row["unit"] == "share":
         return _share(row["measured"])
     median, lower, upper = row["measured"]

@@ -69,7 +69,10 @@ def measure(
 
 
 def _repetitions(
-    call: Call, slice_: float, wait: Call, clock: Callable[[], float]
+    call: Call,
+    slice_: float,
+    wait: Call,
+    clock: Callable[[], float],
 ) -> tuple[int, float]:
     """Return the number of calls that fill a slice, and the seconds of one; the tries are the warm-up."""
     call()
@@ -84,7 +87,12 @@ def _repetitions(
         count = min(most, max(count + 1, estimate))
 
 
-def _timed(call: Call, count: int, wait: Call, clock: Callable[[], float]) -> float:
+def _timed(
+    call: Call,
+    count: int,
+    wait: Call,
+    clock: Callable[[], float],
+) -> float:
     wait()
     start = clock()
     for _ in repeat(None, count):
