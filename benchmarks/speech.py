@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,12 @@ ABOUT = {
 }
 
 
-def agreement(transcripts: Mapping[Any, str], correct: Mapping[Any, str]) -> float:
-    """Return one minus the word error rate of transcripts, by the same keys as the correct ones."""
+def agreement(transcripts: list[str], correct: list[str]) -> float:
+    """Return one minus the word error rate of transcripts, compared with the correct ones."""
     errors = 0
     words = 0
-    for key, transcript in transcripts.items():
-        new_errors, new_words = word_errors(transcript, correct[key])
+    for pair in zip(transcripts, correct, strict=True):
+        new_errors, new_words = word_errors(*pair)
         errors += new_errors
         words += new_words
     return round(1 - errors / words, 4)
@@ -79,16 +78,20 @@ def main() -> None:
     inputs = audio_inputs(listener, *split_audio(clips, ABOUT["held_out"]), {})
     started = time.process_time()
 
-    def transcripts(of_model: Any) -> dict[Clip, str]:
-        texts = {}
-        for part in inputs.batches(inputs.held_out, ABOUT["batch"]).parts:
-            written = listener.write(of_model, listener.batch(part))
-            for clip, ids in zip(part, written, strict=True):
-                texts[clip] = listener.text(ids)
+    parts = inputs.batches(inputs.held_out, ABOUT["batch"]).parts
+
+    def transcripts(of_model: Any) -> list[str]:
+        texts = []
+        for part in parts:
+            for ids in listener.write(of_model, listener.batch(part)):
+                texts.append(listener.text(ids))
         return texts
 
+    speech = []
+    for part in parts:
+        for clip in part:
+            speech.append(spoken(clip))
     before = transcripts(original)
-    speech = {clip: spoken(clip) for clip in before}
     right_before = agreement(before, speech)
 
     def add(stage: str, steps: int) -> None:

@@ -158,12 +158,12 @@ def whisper() -> Subject:
     listener = Listener(pretrained, original)
     inputs = audio_inputs(listener, *split_audio(clips, HELD_OUT_FILES), {})
 
-    def transcripts(model: nn.Module) -> dict[int, str]:
+    def transcripts(model: nn.Module) -> list[str]:
         texts = []
         for part in inputs.batches(inputs.held_out, AUDIO.batch).parts:
             for ids in listener.write(model, listener.batch(part)):
                 texts.append(listener.text(ids))
-        return dict(enumerate(texts))
+        return texts
 
     before = transcripts(original)
 
