@@ -1,8 +1,8 @@
-"""Does the paper's claim hold on real activations? ``python -m benchmarks.activations`` inspects two models.
+"""Check the paper's claim on real activations of two models: ``python -m benchmarks.activations``.
 
-One is all-MiniLM-L6-v2, the other a small pre-norm GPT-2 that is trained here for about a minute on
-bytes of the standard library's docstrings. It writes benchmarks/results/inspection.json and
-docs/images/inspection-*.png.
+One is all-MiniLM-L6-v2. The other is a small pre-norm GPT-2 that is trained here for about a minute
+on bytes of the standard library's docstrings. The results are benchmarks/results/inspection.json
+and docs/images/inspection-*.png.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from tools.demo_model import folder
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "inspection.json"
-STEPS, SAMPLES = 300, 256
+STEPS = 300
+SAMPLES = 256
+LABELS = {"linear": "linear", "dyt": "DyT", "dyisru": "DyISRU"}
 # The colours of a picture on white paper, by their use.
 DAYLIGHT = COLOURS | {
     "soft": "#5c6570",
@@ -51,47 +53,42 @@ def save_picture(report: dynorm.report.InspectionReport, path: Path) -> None:
     panels = figure.subplots(rows, 3, squeeze=False).flatten()
     for axes, site in zip(panels, report.sites, strict=False):
         draw(axes, site.outliers.fit, site.picture, site.outliers.points, DAYLIGHT)
-        residuals = site.outliers.residuals
-        figures = "  ".join(f"{short} {residuals[name]:.2f}" for name, short in LABELS.items())
-        axes.set_title(f"{shortened(site.path, 34)}\n{figures}", fontsize=9)
+        figures = []
+        for name, label in LABELS.items():
+            figures.append(f"{label} {site.outliers.residuals[name]:.2f}")
+        axes.set_title(f"{shortened(site.path, 34)}\n{'  '.join(figures)}", fontsize=9)
         axes.tick_params(labelsize=8)
         axes.set_xlabel(axes.get_xlabel(), fontsize=9)
         axes.set_ylabel(axes.get_ylabel(), fontsize=9)
     for axes in panels[len(report.sites) :]:
         axes.axis("off")
     add_legend(figure)
-    # Simplified, the dots would be gone: each is a line of no length.
+    # Each dot is a line of length zero, which a simplified path would lose.
     with matplotlib.rc_context({"path.simplify": False}):
         figure.savefig(path, dpi=100)
-
-
-LABELS = {"linear": "linear", "dyt": "DyT", "dyisru": "DyISRU"}
 
 
 def add_legend(figure: Figure) -> None:
     """Explain the colours."""
     from matplotlib.lines import Line2D
 
-    styles = {"linear": ":", "dyt": "--", "dyisru": "-"}
-    handles = [
-        Line2D([], [], color=DAYLIGHT[n], linestyle=styles[n], label=label)
-        for n, label in LABELS.items()
-    ]
-    handles += [
-        Line2D([], [], color=DAYLIGHT[n], marker="o", linestyle="", markersize=4, label=label)
-        for n, label in (("outlier", "outlier of a token"), ("point", "other channels"))
-    ]
-    handles.append(
-        Line2D(
-            [], [], color=DAYLIGHT["soft"], linewidth=0.8, linestyle="--", label="the norm's bounds"
-        )
-    )
+    handles = []
+
+    def add(label: str, colour: str, **style: Any) -> None:
+        handles.append(Line2D([], [], color=DAYLIGHT[colour], label=label, **style))
+
+    add(LABELS["linear"], "linear", linestyle=":")
+    add(LABELS["dyt"], "dyt", linestyle="--")
+    add(LABELS["dyisru"], "dyisru", linestyle="-")
+    add("outlier of a token", "outlier", marker="o", linestyle="", markersize=4)
+    add("other channels", "point", marker="o", linestyle="", markersize=4)
+    add("the norm's bounds", "soft", linewidth=0.8, linestyle="--")
     figure.legend(handles=handles, loc="outside upper center", ncols=6, frameon=False, fontsize=9)
 
 
 def main() -> None:
     """Train, inspect both models, and write the file and the pictures."""
-    # Trained on texts that the inspection does not measure on.
+    # The inspection measures on texts that the small model was not trained on.
     texts, _ = split_texts(standard_library_docstrings(), SAMPLES, 0)
     small = trained(STEPS, texts)
     training = json.loads((small / "training.json").read_text("utf-8"))

@@ -1,6 +1,6 @@
-"""What Inductor makes of a model before and after conversion: tiny transformers, and what their generated code holds.
+"""Count the passes and calls that Inductor generates for tiny transformers, before and after conversion.
 
-``python -m benchmarks.deploy`` writes the figures; the tests of tests/export hold them.
+``python -m benchmarks.deploy`` writes the figures, and the tests of tests/export check them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def tiny_model(kind: str, layers: int = 1) -> nn.Module:
     config.return_dict = False
     model: nn.Module = transformers.AutoModel.from_config(config).eval()
     with torch.no_grad():
-        # Weights that begin as ones and zeros say little.
+        # Weights of ones and zeros would hide errors.
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     return model
@@ -69,7 +69,8 @@ def inputs(kind: str, batch: int, length: int = 0) -> dict[str, Tensor]:
 def converted(model: nn.Module, example: Inputs, to: str = "dyisru") -> nn.Module:
     """Return a copy of a model with all norms replaced, its constants from an example."""
     model = copy.deepcopy(model)
-    dynorm.convert_(model, dynorm.find_norms(model, **example), to, per_channel=False, witnesses=0)
+    sites = dynorm.find_norms(model, **example)
+    dynorm.convert_(model, sites, to, per_channel=False, witnesses=0)
     dynorm.calibrate_(model, [example])
     return model
 
@@ -98,48 +99,54 @@ class Generated:
 def count(code: str) -> Generated:
     """Count the calls of the generated wrapper, and the contents of the C++ kernels that it calls."""
     kernels = kernels_of(code)
-    calls = [name for name in re.findall(r"^\s+(\w+)\(", code, re.M) if name in kernels]
-    return Generated(
-        launches=len(calls),
-        loops=sum(innermost_loops(kernels[name]) for name in calls),
-        reductions=sum(
-            len(re.findall(r"^\s+\S+ tmp_acc\d+ = ", kernels[name], re.M)) for name in calls
-        ),
-        library=len(re.findall(r"extern_kernels\.\w+\(|torch\.ops\.aten\.\w+\.\w+\(", code)),
-    )
+    launches = 0
+    loops = 0
+    reductions = 0
+    for name in re.findall(r"^\s+(\w+)\(", code, re.M):
+        if name in kernels:
+            launches += 1
+            loops += innermost_loops(kernels[name])
+            reductions += len(re.findall(r"^\s+\S+ tmp_acc\d+ = ", kernels[name], re.M))
+    library = re.findall(r"extern_kernels\.\w+\(|torch\.ops\.aten\.\w+\.\w+\(", code)
+    return Generated(launches, loops, reductions, len(library))
 
 
 def kernels_of(code: str) -> dict[str, str]:
     """Return the source of each generated C++ kernel by its name."""
-    return dict(
-        re.findall(
-            r"^(\w+) = async_compile\.cpp_pybinding\(\[.*?\], r'''\n(.*?)'''\)", code, re.M | re.S
-        )
-    )
+    definition = r"^(\w+) = async_compile\.cpp_pybinding\(\[.*?\], r'''\n(.*?)'''\)"
+    return dict(re.findall(definition, code, re.M | re.S))
+
+
+@dataclass
+class Loop:
+    """A loop of a kernel, by the indentation of its first line."""
+
+    depth: int
+    is_innermost: bool = True
 
 
 def innermost_loops(kernel: str) -> int:
-    """Count the loops that hold no other loop."""
-    lines = [
-        (len(line) - len(line.lstrip()), line.lstrip())
-        for line in kernel.splitlines()
-        if line.strip()
-    ]
-    found = 0
-    for place, (depth, line) in enumerate(lines):
-        if line.startswith("for("):
-            body = next(
-                at
-                for at, (inner, text) in enumerate(lines)
-                if at > place and inner == depth and text == "}"
-            )
-            found += not any(text.startswith("for(") for _, text in lines[place + 1 : body])
-    return found
+    """Count the loops that contain no other loop."""
+    count = 0
+    # The loops around a line, the outermost one first.
+    open_loops: list[Loop] = []
+    for line in kernel.splitlines():
+        text = line.lstrip()
+        depth = len(line) - len(text)
+        if text.startswith("for("):
+            for loop in open_loops:
+                loop.is_innermost = False
+            open_loops.append(Loop(depth))
+        elif text == "}" and open_loops and open_loops[-1].depth == depth:
+            loop = open_loops.pop()
+            if loop.is_innermost:
+                count += 1
+    return count
 
 
 @contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """Forget all compiled graphs, before and after; inside, to compile one anew for other sizes is an error."""
+    """Forget all compiled graphs before and after; inside, recompiling for other sizes is an error."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -154,7 +161,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @contextmanager
 def written_code() -> Iterator[list[str]]:
-    """Give a list, to which Inductor's code for each graph that is compiled inside is added."""
+    """Give a list that receives Inductor's code of each graph that is compiled inside."""
     from torch._inductor.graph import GraphLowering
 
     codes: list[str] = []
@@ -170,7 +177,7 @@ def written_code() -> Iterator[list[str]]:
 
 
 def generated_code(model: nn.Module, example: Inputs) -> str:
-    """Return the one piece of code that Inductor writes for a model of any batch and length; g++ is not called."""
+    """Return the code that Inductor writes for a model of any batch and length, without calling g++."""
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.graph import GraphLowering
 

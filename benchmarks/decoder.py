@@ -1,8 +1,8 @@
-"""The loss of a decoder: SmolLM2-135M-Instruct after calibration, and along a distillation.
+"""Measure the loss of a decoder, SmolLM2-135M-Instruct, after calibration and along a distillation.
 
-``python -m benchmarks.decoder`` writes benchmarks/results/decoder.json. Steps and tokens are given,
-not minutes, so that a busy machine gives the same figures. It needs the packages of
-requirements-models.txt.
+``python -m benchmarks.decoder`` writes benchmarks/results/decoder.json. The length is a number of
+steps rather than of minutes, so that a busy machine gives the same figures. It needs the packages
+of requirements-models.txt.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import argparse
 import copy
 import json
 import time
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,56 @@ ABOUT = {
 }
 # Blocks in a batch, measured or trained on.
 BATCH = LANGUAGE.batch
-# A prompt of GIVEN tokens begins every APART tokens of the held-out blocks. The first PROMPTS are
-# continued by ASKED.
-APART, PROMPTS, GIVEN, ASKED = 64, 200, 32, 64
-# A token is a near tie where the original's second choice is so close, in nats.
+# A prompt of PROMPT_LENGTH tokens begins every APART tokens of the held-out blocks. The first
+# PROMPTS are continued by CONTINUED tokens.
+APART = 64
+PROMPTS = 200
+PROMPT_LENGTH = 32
+CONTINUED = 64
+# A token is a near tie if the original's second choice is this close, in nats.
 NEAR = 0.5
+
+
+@dataclass
+class ConvertedDecoder:
+    """The calibrated decoder, its original, and their texts.
+
+    Args:
+        pretrained: the decoder, converted and calibrated.
+        original: a copy from before the conversion.
+        calibration: the batches that it was calibrated on.
+        fit: blocks to train on.
+        held_out: held-out blocks of each kind of text.
+    """
+
+    pretrained: Pretrained
+    original: Any
+    calibration: Batches
+    fit: Blocks
+    held_out: dict[str, Blocks]
+
+    def tests(self) -> dict[str, Batches]:
+        """Return the batches to measure on, for each kind of text."""
+        tests = {}
+        for kind, blocks in self.held_out.items():
+            measured = blocks[: ABOUT["blocks_measured"]]
+            tests[kind] = make_batches(self.pretrained, measured, BATCH)
+        return tests
+
+    def prompts(self) -> Blocks:
+        """Return the beginnings of held-out passages."""
+        prompts = []
+        for blocks in self.held_out.values():
+            for block in blocks:
+                for start in range(0, ABOUT["length"], APART):
+                    prompts.append(block[start : start + PROMPT_LENGTH])
+        return prompts[:PROMPTS]
 
 
 def figures(model: Any, original: Any, tests: Batches) -> dict[str, float]:
     """Return the loss above the original's and related figures, over all batches."""
-    out = compare(model, original, tests)
-    return {name: round(getattr(out, name), 4) for name in FIGURES}
+    output = compare(model, original, tests)
+    return {name: round(getattr(output, name), 4) for name in FIGURES}
 
 
 def main() -> None:
@@ -77,60 +116,65 @@ def main() -> None:
     parser.add_argument(
         "--every", type=int, default=60, help="steps from one measurement to the next"
     )
-    parser.add_argument("--witnesses", type=int, default=8, help="per layer, at most")
+    parser.add_argument("--witnesses", type=int, default=8, help="most witnesses per layer")
     parser.add_argument(
-        "--refine", type=int, default=0, help="steps of refinement, of a copy; 0 for none"
+        "--refine", type=int, default=0, help="steps of refinement of a copy, 0 for none"
     )
     parser.add_argument(
-        "--float32", action="store_true", help="train in float32: for processors without bfloat16"
+        "--float32", action="store_true", help="train in float32, for processors without bfloat16"
     )
     options = parser.parse_args()
-    steps, every, witnesses = options.steps, options.every, options.witnesses
     started = time.process_time()
-    pretrained, original, _, fit, kinds = converted_decoder(witnesses)
-    model, length = pretrained.model, ABOUT["length"]
-    tests = {name: blocks(pretrained, some) for name, some in kinds.items()}
-    prompts = [
-        block[i : i + GIVEN] for block in chain(*kinds.values()) for i in range(0, length, APART)
-    ][:PROMPTS]
-    continued = pretrained.greedy(original, prompts, ASKED)
+    decoder = converted_decoder(options.witnesses)
+    pretrained = decoder.pretrained
+    model = pretrained.model
+    original = decoder.original
+    tests = decoder.tests()
+    prompts = decoder.prompts()
+    continued = pretrained.greedy(original, prompts, CONTINUED)
     near = near_ties(original, prompts, continued)
 
-    def add(stage: str, done: int, other: Any, witnesses: int = witnesses) -> None:
-        row: Row = {"stage": stage, "witnesses": witnesses, "steps": done}
-        row["tokens"] = done * BATCH * length
-        row |= {name: figures(other, original, batches) for name, batches in tests.items()}
-        same = pretrained.greedy(other, prompts, ASKED) == continued
-        row["greedy"] = {
+    def add(stage: str, steps: int, measured: Any, witnesses: int = options.witnesses) -> None:
+        row: Row = {"stage": stage, "witnesses": witnesses, "steps": steps}
+        row["tokens"] = steps * BATCH * ABOUT["length"]
+        for kind, batches in tests.items():
+            row[kind] = figures(measured, original, batches)
+        same = pretrained.greedy(measured, prompts, CONTINUED) == continued
+        greedy: Row = {
             "prompts": len(prompts),
-            "tokens": ASKED,
+            "tokens": CONTINUED,
             "equal": round(float(same.float().mean()), 4),
         }
-        row["greedy"] |= {} if same.all() else first_differences(same, near)
-        add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": round(time.process_time() - started)}])
+        if not same.all():
+            greedy |= first_differences(same, near)
+        row["greedy"] = greedy
+        seconds = round(time.process_time() - started)
+        add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": seconds}])
         print(json.dumps(row), flush=True)
 
     class Measure(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step % every == 0:
+            if state.global_step % options.every == 0:
                 add("distilled", state.global_step, model)
 
-    if witnesses == 8:
+    if options.witnesses == 8:
         # The effect of rounding on the greedy tokens.
-        add("the original in bfloat16", 0, copy.deepcopy(original).bfloat16(), witnesses=0)
+        in_bfloat16 = copy.deepcopy(original).bfloat16()
+        add("the original in bfloat16", 0, in_bfloat16, witnesses=0)
     add("calibrated", 0, model)
     if options.refine:
         refined = copy.deepcopy(model)
-        batches = make_batches(pretrained, fit[: options.refine * BATCH], BATCH, 0)
+        blocks = decoder.fit[: options.refine * BATCH]
+        batches = make_batches(pretrained, blocks, BATCH, 0)
         dynorm.refine_(refined, batches, steps=options.refine, bf16=not options.float32)
         add("refined", options.refine, refined)
-    if steps:
-        batches = ShuffledBatches(partial(make_batches, pretrained), fit, BATCH, 0)
+    if options.steps:
+        batches = ShuffledBatches(partial(make_batches, pretrained), decoder.fit, BATCH, 0)
         dynorm.distill_(
             model,
             batches,
             teacher=original,
-            steps=steps,
+            steps=options.steps,
             bf16=not options.float32,
             quiet=True,
             callbacks=[Measure()],
@@ -139,45 +183,50 @@ def main() -> None:
 
 @torch.inference_mode()
 def near_ties(original: Any, prompts: Blocks, continued: Tensor) -> Tensor:
-    """Return at which of its tokens (prompts, ASKED) the original had a second choice about as good, an end counted."""
-    found = []
-    for some, rest in zip(torch.tensor(prompts).split(BATCH), continued.split(BATCH), strict=True):
-        first, second = (
-            original(torch.cat([some, rest], 1)).logits[:, GIVEN - 1 : -1].topk(2).values.unbind(-1)
-        )
-        found.append(first - second < NEAR)
-    return torch.cat(found)
+    """Return which of the original's tokens, (prompts, CONTINUED), had a second choice about as good.
+
+    The end of the text counts as a choice.
+    """
+    near = []
+    prompt_batches = torch.tensor(prompts).split(BATCH)
+    for beginnings, rest in zip(prompt_batches, continued.split(BATCH), strict=True):
+        logits = original(torch.cat([beginnings, rest], 1)).logits
+        best = logits[:, PROMPT_LENGTH - 1 : -1].topk(2).values
+        near.append(best[..., 0] - best[..., 1] < NEAR)
+    return torch.cat(near)
 
 
 def first_differences(same: Tensor, near: Tensor) -> dict[str, float]:
-    """Return where a continuation first differs, in the median, and how often that is a near tie; all tokens beside."""
-    first = same.long().argmin(1)[~same.all(1)]
-    there = near[~same.all(1)].gather(1, first[:, None])
-    shares = {"near_ties": there, "near_ties_of_all": near}
-    return {"first": int(first.median()) + 1} | {
-        k: round(float(v.float().mean()), 4) for k, v in shares.items()
+    """Return the median place of the first different token, and how often that is a near tie.
+
+    The share of near ties among all tokens is there for comparison.
+    """
+    differs = ~same.all(1)
+    first = same.long().argmin(1)[differs]
+    near_at_first = near[differs].gather(1, first[:, None])
+    return {
+        "first": int(first.median()) + 1,
+        "near_ties": round(float(near_at_first.float().mean()), 4),
+        "near_ties_of_all": round(float(near.float().mean()), 4),
     }
 
 
-def converted_decoder(
-    witnesses: int | None = None,
-) -> tuple[Pretrained, Any, Batches, Blocks, dict[str, Blocks]]:
-    """Return the calibrated decoder, the original, calibration batches, blocks to train on, and two kinds held out."""
-    recipe = Recipe(held_out=ABOUT["held_out"], witnesses=witnesses).filled(language_model=True)
+def converted_decoder(witnesses: int | None = None) -> ConvertedDecoder:
+    """Return the calibrated decoder with its texts, docstrings and Python's language reference."""
+    recipe = Recipe(held_out=ABOUT["held_out"], witnesses=witnesses)
+    recipe = recipe.filled(language_model=True)
     pretrained = load_pretrained(folder("smollm2"))
-    model, original = pretrained.model, copy.deepcopy(pretrained.model)
-    parts = split_texts(standard_library_docstrings(whole=True), ABOUT["held_out"])
-    fit, docstrings, prose = (
-        encode(pretrained, part, ABOUT["length"]) for part in (*parts, reference())
-    )
+    original = copy.deepcopy(pretrained.model)
+    docstrings = standard_library_docstrings(whole=True)
+    texts_to_fit, texts_held_out = split_texts(docstrings, ABOUT["held_out"])
+    fit = encode(pretrained, texts_to_fit, ABOUT["length"])
+    held_out = {
+        "docstrings": encode(pretrained, texts_held_out, ABOUT["length"]),
+        "reference": encode(pretrained, reference(), ABOUT["length"]),
+    }
     calibration = make_batches(pretrained, fit[: recipe.calibration], CALIBRATION_BLOCKS, 0)
-    calibrate(model, calibration, recipe)
-    return pretrained, original, calibration, fit, {"docstrings": docstrings, "reference": prose}
-
-
-def blocks(pretrained: Pretrained, encoded: Blocks) -> Batches:
-    """Return the blocks that are measured."""
-    return make_batches(pretrained, encoded[: ABOUT["blocks_measured"]], BATCH)
+    calibrate(pretrained.model, calibration, recipe)
+    return ConvertedDecoder(pretrained, original, calibration, fit, held_out)
 
 
 if __name__ == "__main__":

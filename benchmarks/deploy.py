@@ -1,9 +1,9 @@
-"""The figures and tables of docs/deploy.md: ``python -m benchmarks.deploy``, about an hour on one core.
+"""Measure the figures of docs/deploy.md, and write its tables: ``python -m benchmarks.deploy``.
 
-Each part is written to benchmarks/results/deploy.json as soon as it is measured: the code that
-Inductor generates, the roads of export, the dtypes of onnxruntime, and int8 on three models, two of
-which ``make models`` installs. ``--only code int8`` measures some of them anew, ``--only`` without
-a name none; the page is renewed in any case.
+It takes about an hour on one core. Each part is written to benchmarks/results/deploy.json as soon
+as it is measured: the code that Inductor generates, the kinds of export, the dtypes of onnxruntime,
+and int8 on three models, two of which ``make models`` installs. ``--only code int8`` measures only
+these parts, and ``--only`` without a name measures none. The tables are always written.
 """
 
 from __future__ import annotations
@@ -29,36 +29,48 @@ START = "<!-- {name}: made by python -m benchmarks.deploy -->"
 LAYERS = 2
 NAMES = {"gpt2": "GPT-2", "llama": "Llama", "bert": "BERT", "vit": "ViT"}
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime", "torchao")
+Row = dict[str, Any]
 
 
-def code() -> dict[str, Any]:
+def code() -> Row:
     """Count what Inductor generates before and after conversion, and cut out one kernel."""
     from benchmarks.compiled import converted, count, generated_code, inputs, kernels_of, tiny_model
 
-    found: dict[str, Any] = {"layers": LAYERS, "models": {}}
+    figures: Row = {"layers": LAYERS, "models": {}}
     for kind in NAMES:
-        plain, example = tiny_model(kind, LAYERS), inputs(kind, 2, 8)
-        before, after = (
-            generated_code(model, example) for model in (plain, converted(plain, example))
-        )
-        found["models"][kind] = {"before": count(before).to_dict(), "after": count(after).to_dict()}
-        print(kind, found["models"][kind], flush=True)
+        plain = tiny_model(kind, LAYERS)
+        example = inputs(kind, 2, 8)
+        model = converted(plain, example)
+        before = generated_code(plain, example)
+        after = generated_code(model, example)
+        counts = {
+            "before": count(before).to_dict(),
+            "after": count(after).to_dict(),
+        }
+        figures["models"][kind] = counts
+        print(kind, counts, flush=True)
         if kind == "bert":
-            kernels = kernels_of(after)
-            name = next(
-                name
-                for name in kernels
-                if "add" in name and "sqrt" in name and "embedding" not in name
-            )
-            found["excerpt"] = {"name": name, "lines": excerpt(kernels[name])}
-    return found
+            figures["excerpt"] = residual_kernel(kernels_of(after))
+    return figures
+
+
+def residual_kernel(kernels: dict[str, str]) -> Row:
+    """Return the name and the loop of the first kernel with a residual sum and a layer."""
+    for name, source in kernels.items():
+        if "add" in name and "sqrt" in name and "embedding" not in name:
+            return {"name": name, "lines": excerpt(source)}
+    raise LookupError("no kernel has a sum and a root")
 
 
 def excerpt(kernel: str) -> list[str]:
-    """Return the loop of a kernel, without casts of constants and the branches that hold only braces."""
-    lines = kernel[kernel.index("        for(int64_t x0") :].splitlines()
-    body = [re.sub(r"static_cast<int64_t>\((\w+|[^()]*)\)", r"\1", line) for line in lines]
-    return [line.strip() for line in body if line.strip().startswith(("for(", "auto", "tmp"))]
+    """Return the loop of a kernel, without casts of constants and lines that have only braces."""
+    start = kernel.index("        for(int64_t x0")
+    lines = []
+    for line in kernel[start:].splitlines():
+        plain = re.sub(r"static_cast<int64_t>\((\w+|[^()]*)\)", r"\1", line).strip()
+        if plain.startswith(("for(", "auto", "tmp")):
+            lines.append(plain)
+    return lines
 
 
 def dtypes() -> Any:
@@ -106,134 +118,150 @@ PARTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def load() -> dict[str, Any]:
+def load() -> Row:
     """Return the measurements so far."""
-    return dict(json.loads(RESULTS.read_text("utf-8"))) if RESULTS.exists() else {}
+    if not RESULTS.exists():
+        return {}
+    return dict(json.loads(RESULTS.read_text("utf-8")))
 
 
 def answers_table() -> str:
     """Return the figures that matter most, one row each."""
-    found = load()
-    counts = found["code"]["models"]["bert"]
-    passes, reductions = (
-        f"{counts['before'][name]} → {counts['after'][name]}" for name in ("loops", "reductions")
-    )
-    errors = [row["error"] for row in found["parity"] if "error" in row]
-    nodes = []
-    for row in found["parity"]:
-        if row["model"] == "bert" and "onnx" in row:
-            nodes.append(row["norms_and_reductions"])
-    encoder = {row["way"]: f"{row['cosine']:.4f}" for row in found["int8"]["rows"]}
-    decoder = _after_norms(found["decoder"]["rows"])
-    images = _after_norms(found["images"]["rows"])
-    rows = [
-        ("compiled BERT of two layers, passes over activations", passes),
-        ("the same, reductions", reductions),
-        ("exported models, largest error", f"{max(errors):.1e}"),
-        ("ONNX graph of BERT, LayerNormalization and Reduce", " → ".join(map(str, nodes[:2]))),
-        ("int8 encoder, static scales per channel, cosine", encoder[_STATIC]),
-        ("int8 encoder, dynamic scales per token, cosine", encoder["dynamic, one scale per token"]),
-    ]
-    for way, words in (("static, power 0.75", "static"), ("dynamic", "dynamic")):
-        rows.append(
-            (
-                f"int8 decoder, {words}, divergence on docstrings in nats",
-                f"{decoder[way]['docstrings']['kl']:.4f}",
-            )
-        )
-    for way, words in (("static, power 0.75", "static"), ("dynamic", "dynamic")):
-        rows.append((f"int8 images, {words}, worst cosine", f"{images[way]['worst']:.4f}"))
+    document = load()
+    code_of_bert = document["code"]["models"]["bert"]
+    errors = [row["error"] for row in document["parity"] if "error" in row]
+    encoder = {row["way"]: f"{row['cosine']:.4f}" for row in document["int8"]["rows"]}
+    decoder = _after_norms(document["decoder"]["rows"])
+    images = _after_norms(document["images"]["rows"])
     lines = ["| measured | result |", "|---|---|"]
-    lines += [f"| {name} | {result} |" for name, result in rows]
+
+    def add(name: str, result: str) -> None:
+        lines.append(f"| {name} | {result} |")
+
+    passes = _before_and_after(code_of_bert, "loops")
+    add("compiled BERT of two layers, passes over activations", passes)
+    add("the same, reductions", _before_and_after(code_of_bert, "reductions"))
+    add("exported models, largest error", f"{max(errors):.1e}")
+    nodes = _onnx_nodes(document["parity"], "bert", "norms_and_reductions")
+    add("ONNX graph of BERT, LayerNormalization and Reduce", nodes)
+    static = encoder["data, least and largest, one scale per channel"]
+    add("int8 encoder, static scales per channel, cosine", static)
+    dynamic = encoder["dynamic, one scale per token"]
+    add("int8 encoder, dynamic scales per token, cosine", dynamic)
+    ways = {"static, power 0.75": "static", "dynamic": "dynamic"}
+    for way, words in ways.items():
+        divergence = decoder[way]["docstrings"]["kl"]
+        add(f"int8 decoder, {words}, divergence on docstrings in nats", f"{divergence:.4f}")
+    for way, words in ways.items():
+        add(f"int8 images, {words}, worst cosine", f"{images[way]['worst']:.4f}")
     return "\n".join(lines)
 
 
-_STATIC = "data, least and largest, one scale per channel"
+def _before_and_after(counts: dict[str, dict[str, int]], name: str) -> str:
+    """Return a count before and after the conversion."""
+    return f"{counts['before'][name]} → {counts['after'][name]}"
 
 
-def _after_norms(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _onnx_nodes(rows: list[Row], kind: str, name: str) -> str:
+    """Return a count of nodes of a model's ONNX graph before and after the conversion."""
+    counts = {}
+    for row in rows:
+        if row["model"] == kind and "onnx" in row:
+            counts[row["onnx"]] = row[name]
+    return f"{counts['before']} → {counts['after']}"
+
+
+def _after_norms(rows: list[Row]) -> dict[str, Row]:
     """Return the rows of the linear layers after a norm, by their way."""
     return {row["way"]: row for row in rows if row["linears"] == "after a norm"}
 
 
 def code_table() -> str:
-    """One row per model."""
+    """Return one row per model."""
     lines = [
         "| model | passes over activations | reductions | generated kernels called | matrix "
         "products, attention |",
         "|---|---|---|---|---|",
     ]
-    for kind, found in load()["code"]["models"].items():
-        before, after = found["before"], found["after"]
-        cells = [
-            f"{before[name]} → {after[name]}"
-            for name in ("loops", "reductions", "launches", "library")
-        ]
-        lines.append(f"| {NAMES[kind]} | " + " | ".join(cells) + " |")
+    for kind, counts in load()["code"]["models"].items():
+        cells = [NAMES[kind]]
+        for name in ("loops", "reductions", "launches", "library"):
+            cells.append(_before_and_after(counts, name))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def code_excerpt() -> str:
-    """The loop of one generated kernel, indented."""
-    depth, lines = 0, []
+    """Return the loop of one generated kernel, indented."""
+    depth = 0
+    lines = ["```cpp"]
     for line in load()["code"]["excerpt"]["lines"]:
         lines.append("    " * depth + line)
-        depth += line.startswith("for(")
-    return "\n".join(["```cpp", *lines, "```"])
+        if line.startswith("for("):
+            depth += 1
+    lines.append("```")
+    return "\n".join(lines)
 
 
 def parity_table() -> str:
-    """One row per kind of export, and the operators of the ONNX graphs."""
+    """Return one row per kind of export, and the operators of the ONNX graphs."""
     rows = load()["parity"]
+    errors: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if "road" in row:
+            errors.setdefault(row["road"], {})[row["model"]] = row["error"]
     kinds = list(dict.fromkeys(row["model"] for row in rows))
-    lines = [
-        "| largest error | " + " | ".join(NAMES[kind] for kind in kinds) + " |",
-        "|---" * (len(kinds) + 1) + "|",
-    ]
-    for road in dict.fromkeys(row["road"] for row in rows if "road" in row):
-        errors = [
-            next(r["error"] for r in rows if r["model"] == kind and r.get("road") == road)
-            for kind in kinds
-        ]
-        lines.append(f"| {road} | " + " | ".join(f"{error:.1e}" for error in errors) + " |")
-    for name, title in (
-        ("nodes", "ONNX nodes"),
-        ("norms_and_reductions", "LayerNormalization and Reduce among them"),
-    ):
-        cells = []
+    heads = ["largest error"]
+    for kind in kinds:
+        heads.append(NAMES[kind])
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for road, error_of in errors.items():
+        cells = [road]
         for kind in kinds:
-            before, after = ([r[name] for r in rows if r["model"] == kind and "onnx" in r])[:2]
-            cells.append(f"{before} → {after}")
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+            cells.append(f"{error_of[kind]:.1e}")
+        lines.append(f"| {' | '.join(cells)} |")
+    titles = {
+        "nodes": "ONNX nodes",
+        "norms_and_reductions": "LayerNormalization and Reduce among them",
+    }
+    for name, title in titles.items():
+        cells = [title]
+        for kind in kinds:
+            cells.append(_onnx_nodes(rows, kind, name))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def dtype_table() -> str:
-    """One row per layer, one column per dtype."""
-    rows = load()["dtypes"]
-    names = list(dict.fromkeys(row["dtype"] for row in rows))
-    lines = ["| layer | operators | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
-    for layer in dict.fromkeys(row["layer"] for row in rows):
-        mine = [row for row in rows if row["layer"] == layer]
-        cells = [
-            f"{row['error']:.0e}" if row.get("error") else row.get("refused", "0") for row in mine
-        ]
-        lines.append(f"| {layer} | {' '.join(mine[0]['operators'])} | " + " | ".join(cells) + " |")
+    """Return one row per layer, one column per dtype."""
+    cells: dict[str, list[str]] = {}
+    dtypes_in_order: dict[str, None] = {}
+    for row in load()["dtypes"]:
+        dtypes_in_order[row["dtype"]] = None
+        layer = row["layer"]
+        if layer not in cells:
+            cells[layer] = [layer, " ".join(row["operators"])]
+        if row.get("error"):
+            cells[layer].append(f"{row['error']:.0e}")
+        else:
+            cells[layer].append(row.get("refused", "0"))
+    heads = ["layer", "operators", *dtypes_in_order]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for cells_of_layer in cells.values():
+        lines.append(f"| {' | '.join(cells_of_layer)} |")
     return "\n".join(lines)
 
 
 def int8_table() -> str:
-    """One row per way to find the scales."""
+    """Return one row per way to choose the scales."""
     lines = ["| activations' scales | mean cosine | worst |", "|---|---|---|"]
-    lines += [
-        f"| {row['way']} | {row['cosine']:.4f} | {row['worst']:.3f} |"
-        for row in load()["int8"]["rows"]
-    ]
+    for row in load()["int8"]["rows"]:
+        lines.append(f"| {row['way']} | {row['cosine']:.4f} | {row['worst']:.3f} |")
     return "\n".join(lines)
 
 
 def bound_table() -> str:
-    """One row per layer: its bound, and the outputs that were seen."""
+    """Return one row per layer: its bound, and its outputs on the texts."""
     lines = [
         "| layer | bound | largest seen | 0.999 quantile | root mean square | bound / largest, "
         "median channel |",
@@ -241,40 +269,38 @@ def bound_table() -> str:
     ]
     names = ("bound", "largest", "quantile_0.999", "root_mean_square", "median_channel_ratio")
     for row in load()["int8"]["layers"]:
-        lines.append(
-            f"| `{row['path']}` | "
-            + " | ".join(f"{row[name]:.{0 if row[name] >= 100 else 1}f}" for name in names)
-            + " |"
-        )
+        cells = [f"`{row['path']}`"]
+        for name in names:
+            digits = 0 if row[name] >= 100 else 1
+            cells.append(f"{row[name]:.{digits}f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def decoder_table() -> str:
-    """One row per way: the loss compared with the converted model on two kinds of text."""
-    found = load()["decoder"]
+    """Return one row per way: the loss above the converted model's on two kinds of text."""
+    document = load()["decoder"]
     lines = [
         "| linear layers in int8 | activations | docstrings: loss | KL | reference: loss | KL |",
         "|---|---|---|---|---|---|",
     ]
     for name in ("original", "converted"):
-        losses = found[f"loss_{name}"]
+        losses = document[f"loss_{name}"]
         lines.append(
             f"| none: {name}, float32 | | {losses['docstrings']:.4f} | | {losses['reference']:.4f} "
             "| |"
         )
-    for row in found["rows"]:
-        cells = [
-            f"{row[name]['loss']:+.4f} | {row[name]['kl']:.4f}"
-            for name in ("docstrings", "reference")
-        ]
-        lines.append(
-            f"| {row['linears']}: {row['count']} | {row['way']} | " + " | ".join(cells) + " |"
-        )
+    for row in document["rows"]:
+        cells = [f"{row['linears']}: {row['count']}", row["way"]]
+        for kind in ("docstrings", "reference"):
+            cells.append(f"{row[kind]['loss']:+.4f}")
+            cells.append(f"{row[kind]['kl']:.4f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def image_table() -> str:
-    """One row per way: how near the class tokens stay."""
+    """Return one row per way: how near the class tokens stay."""
     lines = ["| linear layers in int8 | activations | mean cosine | worst |", "|---|---|---|---|"]
     for row in load()["images"]["rows"]:
         lines.append(
@@ -298,37 +324,42 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def renewed() -> str:
-    """Return the text of the page with its tables as the results say."""
+    """Return the text of the page with its tables made from the results."""
     text = PAGE.read_text("utf-8")
     for name, table in TABLES.items():
-        before, rest = text.split(START.format(name=name))
+        start = START.format(name=name)
+        before, rest = text.split(start)
         _, after = rest.split(END, 1)
-        text = f"{before}{START.format(name=name)}\n{table()}\n{END}{after}"
+        text = f"{before}{start}\n{table()}\n{END}{after}"
     return text
 
 
 def main() -> None:
-    """Measure, and renew the page."""
+    """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only",
         nargs="*",
         choices=list(PARTS),
         default=list(PARTS),
-        help="the parts to measure anew",
+        help="the parts to measure",
     )
     arguments = parser.parse_args()
-    # What torch's exporters say of themselves.
+    # torch's exporters write many messages about themselves.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     for name in arguments.only:
-        found = PARTS[name]()
-        document = load() | {
-            "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
-            "versions": {library: importlib.metadata.version(library) for library in LIBRARIES},
-            name: found,
+        figures = PARTS[name]()
+        document = load()
+        document["machine"] = {
+            "processor": platform.machine(),
+            "threads": torch.get_num_threads(),
         }
+        document["versions"] = {
+            library: importlib.metadata.version(library) for library in LIBRARIES
+        }
+        document[name] = figures
         write_text(RESULTS, json.dumps(document, indent=1) + "\n")
     write_text(PAGE, renewed())
 

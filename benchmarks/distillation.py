@@ -1,9 +1,10 @@
-"""What distillation gives back, by several recipes, on held-out docstrings and on texts of other kinds.
+"""Measure how much quality distillation recovers, by several recipes, on docstrings and other texts.
 
-``python -m benchmarks.distillation`` writes benchmarks/results/distillation.json, a recipe after
-another, each when it is done, for a real encoder or, with ``--model language``, a small language
-model. The first recipe is that of ``dynorm convert``; on the encoder 1,200 steps take six minutes
-on two cores in bfloat16. Steps are given, not minutes: a busy machine gives the same figures.
+``python -m benchmarks.distillation`` converts a real encoder or, with ``--model language``, a small
+language model. It writes benchmarks/results/distillation.json after each recipe. The first recipe
+is that of ``dynorm convert``. On the encoder 1,200 steps take six minutes on two cores in bfloat16.
+The length is a number of steps rather than of minutes, so that a busy machine gives the same
+figures.
 """
 
 from __future__ import annotations
@@ -76,40 +77,55 @@ MODELS = {
     "encoder": "all-MiniLM-L6-v2, 13 LayerNorms",
     "language": "GPT-2 over bytes, 4 layers, C = 128, 9 LayerNorms, trained on docstrings for 1,500 steps",
 }
-KEY = ("recipe", "model", "steps", "seed")
-# Lines of a function that make a text, and modules whose functions are taken.
-LINES, MODULES = (
-    8,
-    ("json", "email", "asyncio", "http", "xml", "logging", "importlib", "concurrent", "tkinter"),
+# The modules whose functions are texts, and the number of lines that are taken of each function.
+MODULES = (
+    "json",
+    "email",
+    "asyncio",
+    "http",
+    "xml",
+    "logging",
+    "importlib",
+    "concurrent",
+    "tkinter",
 )
-
-
-# Libraries whose docstrings are texts of their own.
+LINES = 8
+# Characters that a text must have.
+LEAST_CHARACTERS = 60
+# Libraries whose docstrings are further kinds of text.
 LIBRARIES = ("torch.nn", "numpy", "sympy")
 
 
 def code() -> list[str]:
     """Return the first lines of functions of the standard library, without docstrings and comments."""
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
+    texts = []
     for module in MODULES:
         for file in sorted((root / module).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-                if isinstance(node, ast.FunctionDef):
-                    if ast.get_docstring(node) is not None:
-                        node.body = node.body[1:] or [ast.Pass()]
-                    found.append("\n".join(ast.unparse(node).splitlines()[:LINES]))
-    return sample([text for text in dict.fromkeys(found) if len(text) >= 60])
+                if not isinstance(node, ast.FunctionDef):
+                    continue
+                if ast.get_docstring(node) is not None:
+                    node.body = node.body[1:] or [ast.Pass()]
+                lines = ast.unparse(node).splitlines()
+                texts.append("\n".join(lines[:LINES]))
+    return sample(long_enough(texts))
 
 
 def reference() -> list[str]:
-    """Return paragraphs of Python's language reference, as ``help()`` shows it: prose, and no docstring."""
+    """Return paragraphs of Python's language reference, which is prose and not docstrings."""
     from pydoc_data.topics import topics
 
-    paragraphs = (
-        " ".join(part.split()) for text in topics.values() for part in re.split(r"\n\s*\n", text)
-    )
-    return sample([text for text in dict.fromkeys(paragraphs) if len(text) >= 60])
+    paragraphs = []
+    for topic in topics.values():
+        for paragraph in re.split(r"\n\s*\n", topic):
+            paragraphs.append(" ".join(paragraph.split()))
+    return sample(long_enough(paragraphs))
+
+
+def long_enough(texts: list[str]) -> list[str]:
+    """Return the texts that are long enough, without repetitions."""
+    return [text for text in dict.fromkeys(texts) if len(text) >= LEAST_CHARACTERS]
 
 
 def docstrings(library: str) -> list[str]:
@@ -121,31 +137,36 @@ def docstrings(library: str) -> list[str]:
 
 
 def sample(texts: list[str]) -> list[str]:
-    """Return as many texts as are held out, at random."""
+    """Return :data:`HELD_OUT` of the texts, at random."""
     return random.Random(0).sample(texts, HELD_OUT)
 
 
 def distilled(recipe: Recipe, model: str, steps: int, seed: int, bf16: bool) -> Subject:
-    """Return the model after all of a recipe."""
+    """Return the model after all stages of a recipe."""
     subject = encoder(seed) if model == "encoder" else language_model()
     pretrained = subject.pretrained
     callbacks = []
     if recipe.anneal is None:
-        for _ in fitted(
-            subject, recipe.to, seed, per_channel=recipe.per_channel, witnesses=recipe.witnesses
-        ):
+        layer = {"per_channel": recipe.per_channel, "witnesses": recipe.witnesses}
+        for _ in fitted(subject, recipe.to, seed, **layer):
             pass
     else:
         (probe,) = make_batches(pretrained, subject.encoded[:BATCH], BATCH)
         sites = dynorm.find_norms(pretrained.model, **probe)
         dynorm.convert_(pretrained.model, sites, recipe.to, per_channel=recipe.per_channel)
         callbacks = [AnnealCallback(start=1, length=recipe.anneal)]
+    batches = ShuffledBatches(partial(make_batches, pretrained), subject.encoded, BATCH, seed)
     distill_(
-        pretrained.model, ShuffledBatches(partial(make_batches, pretrained), subject.encoded, BATCH, seed),
+        pretrained.model,
+        batches,
         teacher=subject.original,
-        steps=steps, seed=seed, quiet=True, lr=recipe.rate * distillation_rate(pretrained.model), callbacks=callbacks,
+        steps=steps,
+        seed=seed,
+        quiet=True,
+        lr=recipe.rate * distillation_rate(pretrained.model),
+        callbacks=callbacks,
         bf16=bf16,
-    )  # fmt: skip
+    )
     if recipe.anneal is not None:
         dynorm.finalize_(pretrained.model)
     return subject
@@ -156,47 +177,66 @@ def measured(name: str, model: str, steps: int, seed: int, bf16: bool) -> Row:
     started = time.perf_counter()
     subject = distilled(RECIPES[name], model, steps, seed, bf16)
     seconds = time.perf_counter() - started
-    row: Row = {"recipe": name, "model": model, "steps": steps, "seed": seed, "bf16": bf16}
-    return row | on_all_kinds(subject) | {"seconds": round(seconds, 1)}
+    row: Row = {
+        "recipe": name,
+        "model": model,
+        "steps": steps,
+        "seed": seed,
+        "bf16": bf16,
+    }
+    row |= on_all_kinds(subject)
+    row["seconds"] = round(seconds, 1)
+    return row
 
 
 def on_all_kinds(subject: Subject) -> dict[str, dict[str, float]]:
     """Return the figures on the held-out docstrings, and on kinds of text that no stage has seen."""
-    kinds = {"code": code(), "reference": reference()} | {
-        name: docstrings(name) for name in LIBRARIES
-    }
-    return {"docstrings": subject.figures()} | {
-        kind: subject.figures(subject.batches(texts)) for kind, texts in kinds.items()
-    }
+    kinds = {"code": code(), "reference": reference()}
+    for library in LIBRARIES:
+        kinds[library] = docstrings(library)
+    figures = {"docstrings": subject.figures()}
+    for kind, texts in kinds.items():
+        figures[kind] = subject.figures(subject.batches(texts))
+    return figures
 
 
 def main() -> None:
-    """Measure the rows that are missing; each row is written when it is done."""
+    """Measure the rows that are missing, and write each one when it is measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--model", choices=list(MODELS), default="encoder", help="what is converted"
+        "--model", choices=list(MODELS), default="encoder", help="the model to convert"
     )
     parser.add_argument("--steps", type=int, default=400, help="distillation steps of 32 texts")
     parser.add_argument(
         "--seed",
         type=int,
         default=0,
-        help="of the split (the encoder's), the order and the training",
+        help="seed of the encoder's split, the order and the training",
     )
     parser.add_argument(
-        "--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="which"
+        "--recipes",
+        nargs="+",
+        choices=list(RECIPES),
+        default=list(RECIPES),
+        help="the recipes to measure",
     )
     parser.add_argument(
-        "--bf16", action="store_true", help="distil in bfloat16, where the processor knows it"
+        "--bf16", action="store_true", help="distil in bfloat16, for processors that support it"
     )
     arguments = parser.parse_args()
+    about = {"models": MODELS, "batch": BATCH, "texts": HELD_OUT}
     for name in arguments.recipes:
         key = (name, arguments.model, arguments.steps, arguments.seed)
-        if any(tuple(row[part] for part in KEY) == key for row in rows_so_far(RESULTS)):
+        if key in [key_of(row) for row in rows_so_far(RESULTS)]:
             continue
         row = measured(*key, arguments.bf16)
         print(json.dumps(row), flush=True)
-        add_rows(RESULTS, {"models": MODELS, "batch": BATCH, "texts": HELD_OUT}, [row])
+        add_rows(RESULTS, about, [row])
+
+
+def key_of(row: Row) -> tuple[str, str, int, int]:
+    """Return the facts that tell rows apart."""
+    return row["recipe"], row["model"], row["steps"], row["seed"]
 
 
 if __name__ == "__main__":

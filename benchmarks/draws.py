@@ -1,4 +1,4 @@
-"""How much the calibration of a decoder depends on its text: SmolLM2-135M-Instruct, draw by draw.
+"""Measure how much the calibration of a decoder, SmolLM2-135M-Instruct, depends on the draw of its text.
 
 ``python -m benchmarks.draws`` calibrates on draws of docstrings, each in four sizes, and writes
 benchmarks/results/draws.json. It does not measure rows again that are there already. A row takes
@@ -59,13 +59,16 @@ class Decoder:
             "licences": _licences(),
             "random tokens": None,
         }
-        self.tests = {kind: self._tests(texts) for kind, texts in kinds.items()}
+        self.tests: dict[str, Batches] = {}
+        for kind, texts in kinds.items():
+            self.tests[kind] = self._tests(texts)
 
     def _tests(self, texts: Iterable[str] | None) -> Batches:
         if texts is None:
             generator = torch.Generator().manual_seed(0)
             count = len(self.pretrained.tokenizer)
-            blocks = torch.randint(count, (MEASURED, LENGTH), generator=generator).tolist()
+            ids = torch.randint(count, (MEASURED, LENGTH), generator=generator)
+            blocks = ids.tolist()
         else:
             blocks = encode(self.pretrained, list(texts), LENGTH)[:MEASURED]
         return make_batches(self.pretrained, blocks, 4)
@@ -142,7 +145,7 @@ def main() -> None:
     """Measure the draws that are missing, or check one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="measure one draw, compare, and stop")
-    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="in blocks")
+    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="numbers of blocks")
     options = parser.parse_args()
     if options.check:
         check()
@@ -153,8 +156,13 @@ def main() -> None:
         for blocks in options.sizes:
             if (number, blocks) not in done:
                 row = decoder.row(number, blocks)
-                add_rows(RESULTS, ABOUT, [row], order=lambda row: (row["blocks"], row["draw"]))
+                add_rows(RESULTS, ABOUT, [row], order=place)
                 print(json.dumps(row), flush=True)
+
+
+def place(row: Row) -> tuple[int, int]:
+    """Return the key to sort rows by."""
+    return row["blocks"], row["draw"]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The cost of a norm under encryption, and of its replacements: ``python -m benchmarks.encrypted``, a minute.
+"""Measure the cost of a norm and of its replacements under encryption: ``python -m benchmarks.encrypted``.
 
-It runs examples/encrypted_inference.py, which needs the extra ``encrypted``, and writes
+It takes a minute. It runs examples/encrypted_inference.py, which needs the extra ``encrypted``, and writes
 benchmarks/results/encrypted.json.
 """
 

@@ -1,4 +1,4 @@
-"""How much of the norms' outputs a point-wise function explains: the 25 LayerNorms of DINOv2-small.
+"""Measure how much of the outputs of DINOv2-small's 25 LayerNorms a point-wise function explains.
 
 ``python -m benchmarks.explained`` writes benchmarks/results/explained.json, in some five minutes on
 2 cores. The packages of requirements-models.txt and the photographs of ``make build/pictures`` are
@@ -36,12 +36,14 @@ from dynorm.jobs.inputs import image_inputs
 from tools.demo_model import folder
 
 RESULTS = Path(__file__).parent / "results" / "explained.json"
-PHOTOGRAPHS, BATCH = 32, 16
+PHOTOGRAPHS = 32
+BATCH = 16
 WITNESSES = (4, 16, 64, 128)
-# Tokens that the one or two numbers of a function are fitted to, one of as many.
+# The one or two numbers of a function are fitted to one of this number of tokens.
 EVERY = 32
-# Steps of a function that may have any shape.
-STEPS, STEPS_OF_CHANNEL = 1000, 50
+# Intervals of a function of any shape, for a norm or all norms, and for one channel.
+STEPS = 1000
+STEPS_OF_CHANNEL = 50
 # As arXiv 2605.14047 reports them, for functions found by genetic programming on a ViT-B.
 REPORTED = {"one for all norms": 0.702, "one per norm": 0.916}
 Shape = Callable[[Tensor, float], Tensor]
@@ -59,6 +61,11 @@ class Norm:
     def output(self, x: Tensor) -> Tensor:
         """Return the norm's output before its weight and bias."""
         return nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
+
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """Return the inputs that one or two numbers are fitted to, and the outputs."""
+        x = self.fit[::EVERY]
+        return x, self.output(x)
 
     def explained(self, estimated: Tensor) -> float:
         """Return the share of the held-out outputs that an estimate of them explains."""
@@ -89,16 +96,21 @@ def collect(model: nn.Module, fit: Batches, held_out: Batches) -> list[Norm]:
         inputs = {path: [] for path in paths}
         handles = []
         for path in paths:
-            handles.append(model.get_submodule(path).register_forward_pre_hook(keep(path)))
+            norm = model.get_submodule(path)
+            handles.append(norm.register_forward_pre_hook(keep(path)))
         for batch in batches:
             model(**batch)
         for handle in handles:
             handle.remove()
-        parts.append({path: torch.cat(seen) for path, seen in inputs.items()})
+        joined = {}
+        for path, tensors in inputs.items():
+            joined[path] = torch.cat(tensors)
+        parts.append(joined)
+    inputs_to_fit, inputs_held_out = parts
     norms = []
     for path in paths:
         eps: Any = model.get_submodule(path).eps
-        norms.append(Norm(path, eps, parts[0][path], parts[1][path]))
+        norms.append(Norm(path, eps, inputs_to_fit[path], inputs_held_out[path]))
     return norms
 
 
@@ -131,7 +143,7 @@ def fitted(shape: Shape, norms: Sequence[Norm]) -> Fitted:
     The scale that goes with a constant is known in closed form. The constants are searched on a
     grid, which is made finer twice.
     """
-    pairs = [(norm.fit[::EVERY], norm.output(norm.fit[::EVERY])) for norm in norms]
+    samples = [norm.sample() for norm in norms]
     best = Fitted(shape, 0.0, 1.0)
     least = float("inf")
     middle = 0.0
@@ -141,7 +153,7 @@ def fitted(shape: Shape, norms: Sequence[Norm]) -> Fitted:
             constant = 10.0**exponent
             products = 0.0
             squares = 0.0
-            for x, y in pairs:
+            for x, y in samples:
                 f = shape(x, constant)
                 products += float((f * y).sum())
                 squares += float(f.square().sum())
@@ -160,19 +172,26 @@ def steps(x: Tensor, y: Tensor, count: int) -> Callable[[Tensor], Tensor]:
 
     Tensors are (functions, numbers), one function per row. The last interval takes the rest.
     """
-    ordered, order = x.sort(dim=-1)
+    x_sorted, order = x.sort(dim=-1)
+    y_sorted = y.gather(-1, order)
     length = x.shape[-1] // count
     used = length * count
-    parts = y.gather(-1, order)[:, :used].unflatten(-1, (count, length))
-    means = parts.mean(-1)
-    bounds = ordered[:, length:used:length].contiguous()
-    return lambda z: means.gather(-1, torch.searchsorted(bounds, z.contiguous(), right=True))
+    intervals = y_sorted[:, :used].unflatten(-1, (count, length))
+    means = intervals.mean(-1)
+    bounds = x_sorted[:, length:used:length].contiguous()
+
+    def step_function(z: Tensor) -> Tensor:
+        interval = torch.searchsorted(bounds, z.contiguous(), right=True)
+        return means.gather(-1, interval)
+
+    return step_function
 
 
 def layer(norm: Norm, per_channel: bool, witnesses: int) -> Tensor:
     """Return the outputs of a layer that ``convert_`` and ``calibrate_`` make of the norm."""
     channels = norm.fit.shape[-1]
-    model = nn.Sequential(nn.LayerNorm(channels, eps=norm.eps)).eval()
+    layer_norm = nn.LayerNorm(channels, eps=norm.eps)
+    model = nn.Sequential(layer_norm).eval()
     batches = list(norm.fit.split(4096))
     sites = dynorm.find_norms(model, batches[0])
     dynorm.convert_(model, sites, per_channel=per_channel, witnesses=witnesses)
@@ -185,9 +204,13 @@ def layer(norm: Norm, per_channel: bool, witnesses: int) -> Tensor:
 def row(function: str, constants: str, shares: Iterable[float]) -> Row:
     """Return a row of the results."""
     values = list(shares)
-    found = {"mean": round(fmean(values), 4), "least": round(min(values), 4), "norms": len(values)}
-    print(f"{function}, {constants}: {found}", flush=True)
-    return {"function": function, "constants": constants, **found}
+    figures = {
+        "mean": round(fmean(values), 4),
+        "least": round(min(values), 4),
+        "norms": len(values),
+    }
+    print(f"{function}, {constants}: {figures}", flush=True)
+    return {"function": function, "constants": constants, **figures}
 
 
 def function_rows(norms: list[Norm]) -> list[Row]:
@@ -195,35 +218,59 @@ def function_rows(norms: list[Norm]) -> list[Row]:
     rows = []
     for name, shape in (("DyT", dyt), ("DyISRU", dyisru)):
         shared = fitted(shape, norms)
-        own = [fitted(shape, [norm]) for norm in norms]
-        shares = [norm.explained(shared(norm.held_out)) for norm in norms]
-        rows.append(row(name, "one for all norms", shares))
-        shares = [
-            norm.explained(of_norm(norm.held_out)) for norm, of_norm in zip(norms, own, strict=True)
-        ]
-        rows.append(row(name, "one per norm", shares))
-    # On top of DyISRU, which is the last: intervals by themselves are too wide for the largest x.
-    x = torch.cat([norm.fit[::EVERY].flatten() for norm in norms])
-    y = torch.cat([norm.output(norm.fit[::EVERY]).flatten() for norm in norms])
-    rest = steps(x[None], (y - shared(x))[None], STEPS)
-    shares = []
-    for norm in norms:
-        z = norm.held_out.reshape(1, -1)
-        shares.append(norm.explained((shared(z) + rest(z)).reshape(norm.held_out.shape)))
-    rows.append(row("any", "one for all norms", shares))
-    shares = []
+        separate = [fitted(shape, [norm]) for norm in norms]
+        of_shared = []
+        of_norms = []
+        for norm, of_norm in zip(norms, separate, strict=True):
+            of_shared.append(norm.explained(shared(norm.held_out)))
+            of_norms.append(norm.explained(of_norm(norm.held_out)))
+        rows.append(row(name, "one for all norms", of_shared))
+        rows.append(row(name, "one per norm", of_norms))
+    # DyISRU was the last.
+    return [*rows, *step_rows(norms, shared, separate)]
+
+
+def step_rows(norms: list[Norm], shared: Fitted, separate: list[Fitted]) -> list[Row]:
+    """Return the rows of functions of any shape, which are step functions added to DyISRU.
+
+    Steps by themselves are too wide for the largest x.
+
+    Args:
+        norms: the norms.
+        shared: the DyISRU that was fitted to all norms.
+        separate: the DyISRU of each norm.
+    """
+    shared_steps = steps_on_top(shared, norms)
+    of_shared = []
+    of_norms = []
     of_channels = []
-    for norm, of_norm in zip(norms, own, strict=True):
-        x = norm.fit[::EVERY].reshape(1, -1)
-        y = norm.output(norm.fit[::EVERY]).reshape(1, -1)
-        rest = steps(x, y - of_norm(x), STEPS)
+    for norm, of_norm in zip(norms, separate, strict=True):
         z = norm.held_out.reshape(1, -1)
-        shares.append(norm.explained((of_norm(z) + rest(z)).reshape(norm.held_out.shape)))
-        rest = steps(norm.fit.T, (norm.output(norm.fit) - of_norm(norm.fit)).T, STEPS_OF_CHANNEL)
-        of_channels.append(norm.explained(of_norm(norm.held_out) + rest(norm.held_out.T).T))
-    rows.append(row("any", "one per norm", shares))
-    rows.append(row("any", "one per channel", of_channels))
-    return rows
+        estimated = shared(z) + shared_steps(z)
+        of_shared.append(norm.explained(estimated.reshape(norm.held_out.shape)))
+
+        norm_steps = steps_on_top(of_norm, [norm])
+        estimated = of_norm(z) + norm_steps(z)
+        of_norms.append(norm.explained(estimated.reshape(norm.held_out.shape)))
+
+        rest = norm.output(norm.fit) - of_norm(norm.fit)
+        channel_steps = steps(norm.fit.T, rest.T, STEPS_OF_CHANNEL)
+        estimated = of_norm(norm.held_out) + channel_steps(norm.held_out.T).T
+        of_channels.append(norm.explained(estimated))
+    return [
+        row("any", "one for all norms", of_shared),
+        row("any", "one per norm", of_norms),
+        row("any", "one per channel", of_channels),
+    ]
+
+
+def steps_on_top(function: Fitted, norms: Sequence[Norm]) -> Callable[[Tensor], Tensor]:
+    """Return a step function of the rest that a function leaves unexplained at some norms."""
+    samples = [norm.sample() for norm in norms]
+    x = torch.cat([x.flatten() for x, _ in samples])
+    y = torch.cat([y.flatten() for _, y in samples])
+    rest = y - function(x)
+    return steps(x[None], rest[None], STEPS)
 
 
 def layer_rows(norms: list[Norm]) -> list[Row]:
@@ -244,10 +291,12 @@ def photographs() -> tuple[nn.Module, Batches, Batches]:
     """Return DINOv2-small, with batches to fit to and held-out ones."""
     pretrained = load_pretrained(folder("dinov2"))
     files, _ = find_images(["build/pictures"])
-    source = image_inputs(pretrained, files[PHOTOGRAPHS : 2 * PHOTOGRAPHS], files[:PHOTOGRAPHS], {})
-    fit = [dict(batch) for batch in source.batches(source.fit[:PHOTOGRAPHS], BATCH)]
-    held_out = [dict(batch) for batch in source.batches(source.held_out, BATCH)]
-    return pretrained.model.eval(), fit, held_out
+    files_to_fit = files[PHOTOGRAPHS : 2 * PHOTOGRAPHS]
+    source = image_inputs(pretrained, files_to_fit, files[:PHOTOGRAPHS], {})
+    fit = source.batches(source.fit[:PHOTOGRAPHS], BATCH)
+    held_out = source.batches(source.held_out, BATCH)
+    model = pretrained.model.eval()
+    return model, [dict(batch) for batch in fit], [dict(batch) for batch in held_out]
 
 
 def main() -> None:
@@ -257,10 +306,14 @@ def main() -> None:
     model, fit, held_out = photographs()
     norms = collect(model, fit, held_out)
     rows = [*function_rows(norms), *layer_rows(norms)]
+    first = norms[0]
     document = {
         "model": "DINOv2-small, 25 LayerNorms",
         "photographs": {"fit": PHOTOGRAPHS, "held_out": PHOTOGRAPHS},
-        "tokens": {"fit": len(norms[0].fit), "held_out": len(norms[0].held_out)},
+        "tokens": {
+            "fit": len(first.fit),
+            "held_out": len(first.held_out),
+        },
         "reported": REPORTED,
         "rows": rows,
         "made_with": library_versions(),

@@ -1,8 +1,8 @@
-"""How smoothly the explorer's page follows the mouse: ``python -m benchmarks.explorer`` writes results/explorer.json.
+"""Measure how smoothly the explorer's page follows the mouse; write results/explorer.json.
 
-A real, headless browser drags the outlier to and fro for some seconds. A frame counts when the
-numbers on the page have changed since the frame before, so the measured time is the whole way from
-the mouse to the picture.
+``python -m benchmarks.explorer`` drags the outlier to and fro in a headless browser for some
+seconds. A frame counts if the numbers on the page have changed since the frame before, so that the
+time includes everything from the mouse to the picture.
 """
 
 from __future__ import annotations
@@ -45,43 +45,61 @@ def measure(browser: Browser, page: Path, channels: int, seconds: float) -> dict
     browser.set(channels=channels)
     browser.run(WATCH)
     drag(browser, seconds)
-    seen = browser.run("return window.seen")
-    gaps = sorted(after - before for before, after in pairwise(seen))
+    times = browser.run("return window.seen")
+    gaps = sorted(after - before for before, after in pairwise(times))
+    count = len(gaps)
+    seconds_seen = (times[-1] - times[0]) / 1000
     return {
         "channels": channels,
-        "frames": len(seen),
-        "frames_per_second": round(1000 * len(gaps) / (seen[-1] - seen[0]), 1),
-        "median_ms": round(gaps[len(gaps) // 2], 1),
-        "95_percent_ms": round(gaps[int(len(gaps) * 0.95)], 1),
+        "frames": len(times),
+        "frames_per_second": round(count / seconds_seen, 1),
+        "median_ms": round(gaps[count // 2], 1),
+        "95_percent_ms": round(gaps[int(count * 0.95)], 1),
         "mathematics_ms": round(browser.run(WORK), 2),
     }
 
 
 def drag(browser: Browser, seconds: float) -> None:
     """Press the mouse on the handle, swing it as a hand would, and let go."""
-    box = browser.run("return document.querySelector('#handle').getBoundingClientRect().toJSON()")
-    plot = browser.run(
-        "return document.querySelector('#main-plot .u-over').getBoundingClientRect().toJSON()"
-    )
-    x, y, reach = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2, 0.4 * plot["width"]
+    handle = rectangle(browser, "#handle")
+    plot = rectangle(browser, "#main-plot .u-over")
+    x = handle["x"] + handle["width"] / 2
+    y = handle["y"] + handle["height"] / 2
     middle = plot["x"] + plot["width"] / 2
+    reach = 0.4 * plot["width"]
     mouse(browser, "mousePressed", x, y)
     start = time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds:
-        mouse(browser, "mouseMoved", middle + reach * math.cos(2 * elapsed), y)
+    elapsed = 0.0
+    while elapsed < seconds:
+        x = middle + reach * math.cos(2 * elapsed)
+        mouse(browser, "mouseMoved", x, y)
+        elapsed = time.perf_counter() - start
     mouse(browser, "mouseReleased", middle, y)
+
+
+def rectangle(browser: Browser, selector: str) -> dict[str, float]:
+    """Return the place and the size of an element of the page."""
+    script = f"return document.querySelector('{selector}').getBoundingClientRect().toJSON()"
+    return browser.run(script)
 
 
 def mouse(browser: Browser, kind: str, x: float, y: float) -> None:
     """Send one event of the mouse."""
-    event = {"type": kind, "x": x, "y": y, "button": "left", "buttons": 1, "clickCount": 1}
+    event = {
+        "type": kind,
+        "x": x,
+        "y": y,
+        "button": "left",
+        "buttons": 1,
+        "clickCount": 1,
+    }
     browser.driver.execute_cdp_cmd("Input.dispatchMouseEvent", event)
 
 
 def main() -> None:
     """Measure every size and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=5.0, help="how long each drag takes")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each drag")
     seconds = parser.parse_args().seconds
     with tempfile.TemporaryDirectory() as folder, chromium() as browser:
         page = save_page(Path(folder) / "explore.html")

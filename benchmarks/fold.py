@@ -1,4 +1,4 @@
-"""The folds of each model, and their effect: ``python -m benchmarks.fold [--timings]``, for docs/fold.md."""
+"""Measure what folds in each model, and its effect: ``python -m benchmarks.fold [--timings]``, for docs/fold.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from dynorm.fold import FoldReport, fold_
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fold.json"
 PAGE = ROOT / "docs" / "fold.md"
-START, END = "<!-- {name}: made by python -m benchmarks.fold -->", "<!-- end -->"
+START = "<!-- {name}: made by python -m benchmarks.fold -->"
+END = "<!-- end -->"
+# The models of the short table, which are the best known.
+SHOWN = ("gpt2", "llama", "qwen3", "mixtral", "bert", "t5", "vit", "dinov2", "whisper")
 TITLES = {
     "encoder_pre": "nn.TransformerEncoder, pre-norm",
     "encoder_post": "nn.TransformerEncoder, post-norm",
@@ -46,23 +49,28 @@ TITLES = {
     "vit": "ViT",
 }
 _UPPER = {"opt", "mpt", "bert", "t5", "bart", "clip"}
+Row = dict[str, Any]
+Inputs = dict[str, Tensor]
+# A function that returns a model and its inputs.
+Maker = Callable[[], tuple[nn.Module, Inputs]]
 
 
-def coverage() -> list[dict[str, Any]]:
-    """Fold each model twice, cautiously and with everything allowed, in float64 where it runs in it."""
+def coverage() -> list[Row]:
+    """Fold each model twice in float64, with the defaults and with everything allowed."""
     return [row_of(name) for name in NAMES]
 
 
-def row_of(name: str) -> dict[str, Any]:
-    """What folds in one model, and why the rest does not."""
-    row: dict[str, Any] = {"model": name}
-    for mode, options in (("default", {}), ("allowed", {"untie": True, "add_bias": True})):
+def row_of(name: str) -> Row:
+    """Return which norms of a model fold, and why the rest does not."""
+    row: Row = {"model": name}
+    modes = {"default": {}, "allowed": {"untie": True, "add_bias": True}}
+    for mode, options in modes.items():
         model = _double(name)
         report = fold_(model, **options, **inputs(name, model))
         row[mode] = {
             "sites": len(report.sites),
-            "affine": [report.count("affine"), _asked(report, "affine")],
-            "center": [report.count("center"), _asked(report, "center")],
+            "affine": _count_and_total(report, "affine"),
+            "center": _count_and_total(report, "center"),
             "error": report.error,
             "loads_with": report.loads_with,
             "refused": _reasons(report),
@@ -71,121 +79,142 @@ def row_of(name: str) -> dict[str, Any]:
     return row
 
 
-def linear_row(name: str) -> dict[str, Any]:
-    """The norms that are left if all of them are linear layers, and everything is allowed."""
+def linear_row(name: str) -> Row:
+    """Return how many norms are left if all of them are linear layers and everything is allowed."""
     model = _double(name)
-    given = inputs(name, model)
-    linear_(model, **given)
+    example = inputs(name, model)
+    linear_(model, **example)
     try:
-        report = fold_(model, untie=True, add_bias=True, **given)
+        report = fold_(model, untie=True, add_bias=True, **example)
     except ModelError as error:
-        return {"gone": 0, "error": None, "reasons": [str(error).split("; everything")[0]]}
-    stay = [site for site in report.sites if site.becomes != "Identity"]
-    # A site that holds something back says so in one of these.
-    reasons = dict.fromkeys(site.constants.reason or site.affine.reason for site in stay)
-    return {"gone": len(report.sites) - len(stay), "error": report.error, "reasons": list(reasons)}
+        reason = str(error).split("; everything")[0]
+        return {"gone": 0, "error": None, "reasons": [reason]}
+    left = [site for site in report.sites if site.becomes != "Identity"]
+    reasons = []
+    for site in left:
+        reason = site.constants.reason or site.affine.reason
+        if reason not in reasons:
+            reasons.append(reason)
+    return {
+        "gone": len(report.sites) - len(left),
+        "error": report.error,
+        "reasons": reasons,
+    }
 
 
 def _double(name: str) -> nn.Module:
-    # The kernel of the default implementation of experts knows no float64.
-    own: dict[str, Any] = {"experts_implementation": "batched_mm"} if name == "mixtral" else {}
-    return build(name, **own).double()
+    options: dict[str, Any] = {}
+    if name == "mixtral":
+        # The kernel of the default implementation of experts does not support float64.
+        options["experts_implementation"] = "batched_mm"
+    return build(name, **options).double()
 
 
-def _asked(report: FoldReport, rewrite: str) -> int:
-    return report.count(rewrite) + report.count(rewrite, "refused")
+def _count_and_total(report: FoldReport, rewrite: str) -> list[int]:
+    """Return at how many norms a rewrite was done, and at how many it could be asked for."""
+    count = report.count(rewrite)
+    return [count, count + report.count(rewrite, "refused")]
 
 
-def _reasons(report: FoldReport) -> list[dict[str, Any]]:
-    found: Counter[tuple[str, str]] = Counter()
+def _reasons(report: FoldReport) -> list[Row]:
+    counts: Counter[tuple[str, str]] = Counter()
     for site in report.sites:
         for rewrite in ("affine", "center"):
             reason = getattr(site, rewrite).reason
             if reason is not None:
-                found[rewrite, reason] += 1
+                counts[rewrite, reason] += 1
+    rows = []
+    for (rewrite, reason), count in counts.most_common():
+        rows.append({"rewrite": rewrite, "reason": reason, "sites": count})
+    return rows
+
+
+def gpt2() -> tuple[nn.Module, Inputs]:
+    """Return GPT-2 small with random weights, and a text."""
+    import transformers
+
+    config = transformers.GPT2Config(use_cache=False)
+    model = transformers.GPT2LMHeadModel(config)
+    return model, {"input_ids": torch.randint(0, 50257, (1, 128))}
+
+
+def vit() -> tuple[nn.Module, Inputs]:
+    """Return ViT-B/16 with random weights, and an image."""
+    import transformers
+
+    config = transformers.ViTConfig(num_labels=1000)
+    model = transformers.ViTForImageClassification(config)
+    return model, {"pixel_values": torch.randn(1, 3, 224, 224)}
+
+
+def timings(rounds: int = 60) -> list[Row]:
+    """Time a forward pass of the original and the folded GPT-2 and ViT-B, with random weights."""
     return [
-        {"rewrite": rewrite, "reason": reason, "sites": n}
-        for (rewrite, reason), n in found.most_common()
+        measured("GPT-2 small, 1 x 128 tokens", gpt2, rounds),
+        measured("ViT-B/16, 1 image of 224 x 224", vit, rounds),
     ]
 
 
-def timings(rounds: int = 60) -> list[dict[str, Any]]:
-    """Time a forward pass of GPT-2's and ViT-B's shape, random weights, original and folded, one after the other."""
-    import transformers
-
-    def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
-        config = transformers.GPT2Config(use_cache=False)
-        return transformers.GPT2LMHeadModel(config), {
-            "input_ids": torch.randint(0, 50257, (1, 128))
-        }
-
-    def vit() -> tuple[nn.Module, dict[str, Tensor]]:
-        model = transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=1000))
-        return model, {"pixel_values": torch.randn(1, 3, 224, 224)}
-
-    makers: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
-        "GPT-2 small, 1 x 128 tokens": gpt2,
-        "ViT-B/16, 1 image of 224 x 224": vit,
-    }
-    return [measured(name, make, rounds) for name, make in makers.items()]
-
-
-def measured(
-    name: str, make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], rounds: int
-) -> dict[str, Any]:
-    """Times of one model, in milliseconds; no time is taken of a result that is wrong."""
+def measured(name: str, make: Maker, rounds: int) -> Row:
+    """Return the times of one model in milliseconds, after a check that its results are right."""
     torch.manual_seed(0)
-    model, given = make()
+    model, example = make()
     _shake_(model.eval())
     torch.manual_seed(0)
     folded, _ = make()
     folded.load_state_dict(model.state_dict())
-    report = fold_(folded.eval(), untie=True, add_bias=True, **given)
-    row: dict[str, Any] = {
+    report = fold_(folded.eval(), untie=True, add_bias=True, **example)
+    row: Row = {
         "model": name,
         "affine": report.count("affine"),
         "center": report.count("center"),
         "error": report.error,
     }
     with torch.no_grad():
-        exact = model(**given).logits
+        exact = model(**example).logits
         for mode in ("eager", "compiled"):
-            pair = (
-                [model, folded]
-                if mode == "eager"
-                else [torch.compile(m, dynamic=False) for m in (model, folded)]
-            )
-            for one in pair:
-                error = float((one(**given).logits - exact).norm() / exact.norm())
+            pair: list[Any] = [model, folded]
+            if mode == "compiled":
+                pair = [torch.compile(module, dynamic=False) for module in pair]
+            for module in pair:
+                difference = module(**example).logits - exact
+                error = float(difference.norm() / exact.norm())
                 if error > 1e-4:
                     raise SystemExit(
                         f"{name}, {mode}: the output is wrong by {error:.1e}; no time is taken"
                     )
-            times: list[list[float]] = [[], []]
-            for i in range(rounds + 5):
-                # In turns, and which one comes first in turns too: the machine's mood is the same
-                # for both.
-                for j in (0, 1) if i % 2 else (1, 0):
-                    start = time.perf_counter()
-                    pair[j](**given)
-                    if i >= 5:
-                        times[j].append(1e3 * (time.perf_counter() - start))
-            row[mode] = {
-                "original_ms": median(times[0]),
-                "folded_ms": median(times[1]),
-                "ratio_of_pairs": median(b / a for a, b in zip(*times, strict=True)),
-                "rounds": rounds,
-            }
+            row[mode] = paired_times(pair, example, rounds)
     return row
+
+
+def paired_times(pair: list[Any], example: Inputs, rounds: int) -> Row:
+    """Time the original and the folded model in turns, so that a busy machine slows down both."""
+    warmup = 5
+    original: list[float] = []
+    folded: list[float] = []
+    times = [original, folded]
+    for i in range(rounds + warmup):
+        # The two also take turns at being the first of a round.
+        order = (0, 1) if i % 2 else (1, 0)
+        for j in order:
+            start = time.perf_counter()
+            pair[j](**example)
+            milliseconds = 1e3 * (time.perf_counter() - start)
+            if i >= warmup:
+                times[j].append(milliseconds)
+    ratios = [after / before for before, after in zip(original, folded, strict=True)]
+    return {
+        "original_ms": median(original),
+        "folded_ms": median(folded),
+        "ratio_of_pairs": median(ratios),
+        "rounds": rounds,
+    }
 
 
 @torch.no_grad()
 def _shake_(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.add_(0.01 * torch.randn_like(parameter))
-
-
-SHOWN = ("gpt2", "llama", "qwen3", "mixtral", "bert", "t5", "vit", "dinov2", "whisper")
 
 
 def answers_table(document: dict[str, Any]) -> str:
@@ -211,10 +240,17 @@ def coverage_table(document: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in document["models"]:
-        default, allowed = row["default"], row["allowed"]
-        cells = [_of(mode[name]) for mode in (default, allowed) for name in ("affine", "center")]
+        default = row["default"]
+        allowed = row["allowed"]
+        cells = [
+            _of(default["affine"]),
+            _of(default["center"]),
+            _of(allowed["affine"]),
+            _of(allowed["center"]),
+        ]
         loads = default["loads_with"]
-        loads += f", then {allowed['loads_with']}" if allowed["loads_with"] != loads else ""
+        if allowed["loads_with"] != loads:
+            loads += f", then {allowed['loads_with']}"
         lines.append(
             f"| {_title(row)} | {allowed['sites']} | {' | '.join(cells)} | {loads} | "
             f"{_why(allowed['refused'])} |"
@@ -222,44 +258,53 @@ def coverage_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _title(row: dict[str, Any]) -> str:
+def _title(row: Row) -> str:
     name: str = row["model"]
-    return TITLES.get(name, name.upper() if name in _UPPER else name.capitalize())
+    if name in TITLES:
+        return TITLES[name]
+    if name in _UPPER:
+        return name.upper()
+    return name.capitalize()
 
 
 def linear_table(document: dict[str, Any]) -> str:
-    """The models of which a linear layer stays, one row each, after those of which none does."""
-    rows = [(row, row["linear"], row["allowed"]["sites"]) for row in document["models"]]
-    whole = [row for row, linear, sites in rows if linear["gone"] == sites]
+    """Return the models that lose all linear layers, then one row for each of the others."""
+    complete = []
+    partial = []
+    for row in document["models"]:
+        if row["linear"]["gone"] == row["allowed"]["sites"]:
+            complete.append(row)
+        else:
+            partial.append(row)
+    titles = ", ".join(_title(row) for row in complete)
+    error = max(row["linear"]["error"] for row in complete)
     lines = [
-        f"All go in {len(whole)} of {len(rows)} models, with an error of at most "
-        f"{max(row['linear']['error'] for row in whole):.0e}: {', '.join(map(_title, whole))}.",
+        f"All go in {len(complete)} of {len(document['models'])} models, with an error of at most "
+        f"{error:.0e}: {titles}.",
         "",
         "| model | gone | why the others stay |",
         "|---|---|---|",
     ]
-    for row, linear, sites in rows:
-        if linear["gone"] != sites:
-            lines.append(
-                f"| {_title(row)} | {linear['gone']} of {sites} | "
-                f"{linear['reasons'][0].replace('|', '/')} |"
-            )
+    for row in partial:
+        count = f"{row['linear']['gone']} of {row['allowed']['sites']}"
+        reason = row["linear"]["reasons"][0].replace("|", "/")
+        lines.append(f"| {_title(row)} | {count} | {reason} |")
     return "\n".join(lines)
 
 
 def _of(pair: list[int]) -> str:
-    return f"{pair[0]} of {pair[1]}" if pair[1] else "none"
+    count, total = pair
+    return f"{count} of {total}" if total else "none"
 
 
-def _why(refused: list[dict[str, Any]]) -> str:
-    """The commonest reason of each rewrite; that it is post-norm, where it is."""
+def _why(refused: list[Row]) -> str:
+    """Return the commonest reason for each rewrite, or that a norm is post-norm if one is."""
     first: dict[str, str] = {}
     for entry in sorted(refused, key=lambda entry: "(post-norm)" not in entry["reason"]):
         first.setdefault(entry["rewrite"], entry["reason"])
     names = {"affine": "affine", "center": "mean"}
-    return "; ".join(f"{names[rewrite]}: {reason}" for rewrite, reason in first.items()).replace(
-        "|", "/"
-    )
+    reasons = [f"{names[rewrite]}: {reason}" for rewrite, reason in first.items()]
+    return "; ".join(reasons).replace("|", "/")
 
 
 def timings_table(document: dict[str, Any]) -> str:
@@ -268,15 +313,14 @@ def timings_table(document: dict[str, Any]) -> str:
         "| forward pass | LayerNorm | folded | folded / LayerNorm |",
         "|---|---|---|---|",
     ]
-    for row in document.get("timings", {}).get("rows", []):
+    timed = document.get("timings", {})
+    for row in timed.get("rows", []):
         for mode in ("eager", "compiled"):
             times = row[mode]
             lines.append(
                 f"| {row['model']}, {mode} | {times['original_ms']:.1f} ms | "
-                f"{times['folded_ms']:.1f} ms | "
-                f"{times['ratio_of_pairs']:.3f} |"
+                f"{times['folded_ms']:.1f} ms | {times['ratio_of_pairs']:.3f} |"
             )
-    timed = document.get("timings", {})
     if timed.get("load", float("inf")) > timed.get("threads", 0) + 0.5:
         lines += [
             "",
@@ -287,16 +331,18 @@ def timings_table(document: dict[str, Any]) -> str:
 
 
 def renewed(text: str, document: dict[str, Any]) -> str:
-    """Return the page with its tables as the results say."""
-    for name, table in (
-        ("answers", answers_table),
-        ("coverage", coverage_table),
-        ("linear", linear_table),
-        ("timings", timings_table),
-    ):
-        before, rest = text.split(START.format(name=name))
+    """Return the page with its tables made from the results."""
+    tables = {
+        "answers": answers_table,
+        "coverage": coverage_table,
+        "linear": linear_table,
+        "timings": timings_table,
+    }
+    for name, table in tables.items():
+        start = START.format(name=name)
+        before, rest = text.split(start)
         _, after = rest.split(END, 1)
-        text = f"{before}{START.format(name=name)}\n{table(document)}\n{END}{after}"
+        text = f"{before}{start}\n{table(document)}\n{END}{after}"
     return text
 
 
@@ -305,18 +351,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--timings", action="store_true", help="time the forward passes instead")
     parser.add_argument("--rounds", type=int, default=60, help="calls of each model")
-    parser.add_argument("--tables", action="store_true", help="renew the page only")
+    parser.add_argument("--tables", action="store_true", help="only write the page")
     options = parser.parse_args()
-    document: dict[str, Any] = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+    document: dict[str, Any] = {}
+    if RESULTS.exists():
+        document = json.loads(RESULTS.read_text("utf-8"))
     if options.timings:
-        machine: dict[str, Any] = {
+        document["timings"] = {
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "machine": platform.machine(),
+            # Times on a busy machine are not reliable.
+            "load": os.getloadavg()[0],
+            "rows": timings(options.rounds),
         }
-        # The load of the machine: times on a busy machine are not reliable.
-        machine["load"] = os.getloadavg()[0]
-        document["timings"] = machine | {"rows": timings(options.rounds)}
     elif not options.tables:
         document["models"] = coverage()
     RESULTS.write_text(json.dumps(document, indent=1) + "\n", "utf-8")

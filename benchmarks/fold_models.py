@@ -1,4 +1,4 @@
-"""The models that folding is tried on: small, random, with weights, biases and means that hide nothing."""
+"""Build the models that folding is tried on: small and random, and far from their initial values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 import dynorm
 
-VOCABULARY, WIDTH, HEADS, LAYERS, INNER, POSITIONS = 96, 32, 4, 2, 48, 128
+VOCABULARY = 96
+WIDTH = 32
+HEADS = 4
+LAYERS = 2
+INNER = 48
+POSITIONS = 128
 
 _SHORT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -134,7 +139,11 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "convnext": (
         "ConvNextConfig",
         "ConvNextForImageClassification",
-        {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "image_size": 64},
+        {
+            "depths": [1, 1, 1, 1],
+            "hidden_sizes": [8, 16, 16, 32],
+            "image_size": 64,
+        },
     ),
     "clip": (
         "CLIPConfig",
@@ -177,7 +186,8 @@ class NanoGPT(nn.Module):
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(POSITIONS, WIDTH)
+        self.wte = nn.Embedding(VOCABULARY, WIDTH)
+        self.wpe = nn.Embedding(POSITIONS, WIDTH)
         self.drop = nn.Dropout(0.1)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.ln_f = nn.LayerNorm(WIDTH)
@@ -186,11 +196,9 @@ class NanoGPT(nn.Module):
             self.head.weight = self.wte.weight
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits of every position."""
-        x = self.drop(
-            self.wte(input_ids)
-            + self.wpe(torch.arange(input_ids.shape[1], device=input_ids.device))
-        )
+        """Return the logits of every position."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.drop(self.wte(input_ids) + self.wpe(positions))
         for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.ln_f(x))
@@ -202,31 +210,39 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.ln_1 = nn.LayerNorm(WIDTH)
+        self.ln_2 = nn.LayerNorm(WIDTH)
+        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH)
+        self.c_proj = nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH), nn.Dropout(0.1)
+            nn.Linear(WIDTH, INNER),
+            nn.GELU(),
+            nn.Linear(INNER, WIDTH),
+            nn.Dropout(0.1),
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The next value of the residual stream."""
+        """Return the next value of the residual stream."""
         batch, length, width = x.shape
-        parts = self.c_attn(self.ln_1(x)).split(width, dim=2)
-        q, k, v = (
-            part.view(batch, length, HEADS, width // HEADS).transpose(1, 2) for part in parts
-        )
+        by_heads = (batch, length, HEADS, width // HEADS)
+        joined = self.c_attn(self.ln_1(x))
+        q, k, v = joined.split(width, dim=2)
+        q = q.view(by_heads).transpose(1, 2)
+        k = k.view(by_heads).transpose(1, 2)
+        v = v.view(by_heads).transpose(1, 2)
         y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.c_proj(y.transpose(1, 2).contiguous().view(batch, length, width))
+        y = y.transpose(1, 2).contiguous()
+        x = x + self.c_proj(y.view(batch, length, width))
         after: Tensor = x + self.mlp(self.ln_2(x))
         return after
 
 
 def build(name: str, seed: int = 0, **config: Any) -> nn.Module:
-    """Return a small model of a name of :data:`NAMES`, in eval mode and float32, far from its initial state.
+    """Return a small model of :data:`NAMES`, in eval mode and float32, far from its initial state.
 
     Args:
-        name: which one.
-        seed: of its weights.
+        name: the model's name.
+        seed: the seed of its weights.
         **config: further keys of a transformers config.
     """
     torch.manual_seed(seed)
@@ -235,19 +251,15 @@ def build(name: str, seed: int = 0, **config: Any) -> nn.Module:
     return model
 
 
-def linear_(model: nn.Module, skip: str | None = None, **given: Tensor) -> nn.Module:
-    """Convert the norms of a model to linear layers, in place, with constants and centres far from their defaults."""
+def linear_(model: nn.Module, skip: str | None = None, **example: Tensor) -> nn.Module:
+    """Convert the norms of a model to linear layers, in place, with constants far from their defaults."""
     generator = torch.Generator().manual_seed(3)
-    dynorm.convert_(
-        model,
-        dynorm.find_norms(model, **given),
-        to="linear",
-        skip=skip,
-        per_channel=False,
-        witnesses=0,
-    )
+    sites = dynorm.find_norms(model, **example)
+    dynorm.convert_(model, sites, to="linear", skip=skip, per_channel=False, witnesses=0)
     with torch.no_grad():
-        for layer in (m for m in model.modules() if isinstance(m, dynorm.LinearControl)):
+        for layer in model.modules():
+            if not isinstance(layer, dynorm.LinearControl):
+                continue
             for constant in layer.constant_parameters():
                 constant.add_(torch.randn(constant.shape, generator=generator))
             layer.scale = 1.0
@@ -263,7 +275,8 @@ def inputs(name: str, model: nn.Module, seed: int = 1) -> dict[str, Any]:
         return torch.randn(shape, generator=generator).to(dtype)
 
     ids = torch.randint(3, VOCABULARY, (2, 10), generator=generator)
-    images = {"convnext": (2, 3, 64, 64)}.get(name, (2, 3, 16, 16))
+    size = 64 if name == "convnext" else 16
+    images = (2, 3, size, size)
     makers: dict[str, Callable[[], dict[str, Tensor]]] = {
         "vit": lambda: {"pixel_values": noise(*images)},
         "dinov2": lambda: {"pixel_values": noise(*images)},
@@ -296,7 +309,9 @@ def _bare(name: str, config: dict[str, Any]) -> nn.Module:
         head = {"gpt2": "GPT2LMHeadModel"}.get(name, f"{prefix}ForCausalLM")
     else:
         cls, head, sizes = OTHERS[name]
-    model: nn.Module = getattr(transformers, head)(getattr(transformers, cls)(**(sizes | config)))
+    make_config = getattr(transformers, cls)
+    make_model = getattr(transformers, head)
+    model: nn.Module = make_model(make_config(**(sizes | config)))
     return model
 
 
@@ -305,17 +320,19 @@ class Classifier(nn.Module):
 
     def __init__(self, encoder: nn.TransformerEncoder) -> None:
         super().__init__()
-        self.into, self.encoder, self.head = nn.Linear(WIDTH, WIDTH), encoder, nn.Linear(WIDTH, 10)
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.encoder = encoder
+        self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, src: Tensor) -> Tensor:
-        """Ten logits a position."""
+        """Return ten logits per position."""
         logits: Tensor = self.head(self.encoder(self.into(src)))
         return logits
 
 
 @torch.no_grad()
 def _shake_(model: nn.Module) -> None:
-    """Give every norm a scale and a shift of its own, every other tensor noise, and the stream a mean far from 0."""
+    """Add noise to all parameters, so that norms differ, and move the mean of the stream away from 0."""
     for parameter in model.parameters():
         if parameter.ndim <= 1:
             parameter.add_(0.3 * torch.randn_like(parameter) + 0.1)

@@ -1,7 +1,7 @@
-"""The memory of each stage beside that of training: measured on small Llamas, with a formula for 8 B parameters.
+"""Measure the memory of each stage and of training on small Llamas, and estimate it for 8 B parameters.
 
 ``python -m benchmarks.memory`` writes benchmarks/results/memory.json: the peak of the process that
-computes, from the kernel's own books. Speed has no part in it, so that a busy machine gives the
+computes, as the kernel reports it. It does not depend on speed, so that a busy machine gives the
 same figures.
 """
 
@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,15 @@ from dynorm.files import write_text
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 # The first is for comparison: the same model, with its norms.
 STAGES = ("train", "calibrate", "refine", "distill")
-# Layers, channels, words, and tokens of a batch. The last one only checks the estimate of the others.
-CONFIGS = ((8, 512, 8192, 256), (8, 512, 8192, 1024), (8, 512, 16384, 1024), (12, 640, 8192, 768))
-# Llama of 8 B parameters: an inner width of 3.5 C, a quarter of the heads for keys and values.
+# Layers, channels, words, and tokens of a batch. The last one only checks the estimate from the
+# others.
+CONFIGS = (
+    (8, 512, 8192, 256),
+    (8, 512, 8192, 1024),
+    (8, 512, 16384, 1024),
+    (12, 640, 8192, 768),
+)
+# Llama of 8 B parameters, with an inner width of 3.5 C and a quarter of the heads for keys and values.
 LARGE = {
     "layers": 32,
     "channels": 4096,
@@ -36,7 +43,7 @@ LARGE = {
 
 
 def terms(row: dict[str, float]) -> list[float]:
-    """Return the units of the bytes: weights; channels of all layers, and words, of all tokens."""
+    """Return the numbers of weights, of channels in all layers and tokens, and of words in all tokens."""
     return [
         row["parameters"],
         row["tokens"] * row["layers"] * row["channels"],
@@ -44,10 +51,13 @@ def terms(row: dict[str, float]) -> list[float]:
     ]
 
 
-def booked(name: str) -> float:
-    """Return an entry of the kernel's book on this process, in bytes."""
-    book = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024.0 * int(book[name].removesuffix("kB"))
+def process_status(name: str) -> float:
+    """Return an entry of the kernel's status of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        key, value = line.split(":", 1)
+        if key == name:
+            return 1024.0 * int(value.removesuffix("kB"))
+    raise KeyError(name)
 
 
 def measured(layers: int, channels: int, words: int, tokens: int) -> dict[str, float]:
@@ -60,31 +70,42 @@ def measured(layers: int, channels: int, words: int, tokens: int) -> dict[str, f
     assert Trainer
     heads = channels // 64
     config = LlamaConfig(
-        vocab_size=words, hidden_size=channels, intermediate_size=channels * 7 // 2, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads // 4, use_cache=False,
-    )  # fmt: skip
+        vocab_size=words,
+        hidden_size=channels,
+        intermediate_size=channels * 7 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 4,
+        use_cache=False,
+    )
+    # The first product allocates the buffers of the library.
     torch.ones(64, 64) @ torch.ones(64, 64)
-    before = booked("VmRSS")
+    before = process_status("VmRSS")
 
     def peak(act: Any) -> float:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         act()
-        return booked("VmHWM") - before
+        return process_status("VmHWM") - before
 
     batches = [{"input_ids": torch.randint(0, words, (1, tokens))}] * 2
-    found = {"train": peak(lambda: train(LlamaForCausalLM(config), batches))}
+    peaks = {"train": peak(lambda: train(LlamaForCausalLM(config), batches))}
     model = LlamaForCausalLM(config).eval()
-    dynorm.convert_(model, dynorm.find_norms(model, **batches[0]), witnesses=8)
-    found["calibrate"] = peak(lambda: dynorm.calibrate_(model, batches, lean=0.0))
+    sites = dynorm.find_norms(model, **batches[0])
+    dynorm.convert_(model, sites, witnesses=8)
+    calibrate = partial(dynorm.calibrate_, model, batches, lean=0.0)
+    refine = partial(dynorm.refine_, model, batches, steps=2)
+    distill = partial(dynorm.distill_, model, batches, steps=2, lr=1e-6, quiet=True)
+    peaks["calibrate"] = peak(calibrate)
     model.activation_checkpointing_enable()
-    found["refine"] = peak(lambda: dynorm.refine_(model, batches, steps=2))
-    found["distill"] = peak(lambda: dynorm.distill_(model, batches, steps=2, lr=1e-6, quiet=True))
-    return found | {"parameters": float(sum(p.numel() for p in model.parameters()))}
+    peaks["refine"] = peak(refine)
+    peaks["distill"] = peak(distill)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {**peaks, "parameters": float(parameters)}
 
 
 def train(model: Any, batches: list[dict[str, Any]]) -> None:
-    """Train a model with its norms, as one does without dynorm: AdamW on the loss of the next token."""
+    """Train a model with its norms by AdamW on the loss of the next token, as without dynorm."""
     import torch
 
     model.activation_checkpointing_enable()
@@ -96,11 +117,11 @@ def train(model: Any, batches: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure in processes of their own, and write."""
+    """Measure each configuration in a new process, and write the file."""
     if len(sys.argv) > 1:
         print(json.dumps(measured(*map(int, sys.argv[1:]))))
         return
-    # Freed memory goes back at once, and counts no more.
+    # Freed memory goes back to the system at once, so that it no longer counts.
     environment = {
         **os.environ,
         "MALLOC_MMAP_THRESHOLD_": "65536",
@@ -109,26 +130,32 @@ def main() -> None:
     }
     rows = []
     for config in CONFIGS:
-        words = [sys.executable, "-m", "benchmarks.memory", *map(str, config)]
-        run = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-        rows.append(
-            dict(zip(("layers", "channels", "words", "tokens"), config, strict=True))
-            | json.loads(run.stdout)
-        )
+        command = [sys.executable, "-m", "benchmarks.memory", *map(str, config)]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        layers, channels, words, tokens = config
+        row = {"layers": layers, "channels": channels, "words": words, "tokens": tokens}
+        rows.append(row | json.loads(run.stdout))
     write_text(RESULTS, json.dumps(summary(rows), indent=1) + "\n")
 
 
 def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Return the bytes per unit from all rows except the last, none negative, and the estimate of the last."""
-    found: dict[str, Any] = {"small": rows, "bytes": {}, "check": {}}
+    """Return the bytes per unit, fitted to all rows except the last, and the estimate of the last.
+
+    No number of bytes is negative.
+    """
+    *fitted, check = rows
+    units = np.array([terms(row) for row in fitted])
+    document: dict[str, Any] = {"small": rows, "bytes": {}, "check": {}}
     for stage in STAGES:
-        *fitted, check = [(terms(row), row[stage]) for row in rows]
-        per, _ = nnls(np.array([row for row, _ in fitted]), np.array([peak for _, peak in fitted]))
-        found["bytes"][stage] = dict(
-            zip(("weight", "channel", "word"), per.round(2).tolist(), strict=True)
-        )
-        found["check"][stage] = {"formula": float(np.dot(check[0], per)), "measured": check[1]}
-    return found
+        peaks = np.array([row[stage] for row in fitted])
+        bytes_per_unit, _ = nnls(units, peaks)
+        weight, channel, word = bytes_per_unit.round(2).tolist()
+        document["bytes"][stage] = {"weight": weight, "channel": channel, "word": word}
+        document["check"][stage] = {
+            "formula": float(np.dot(terms(check), bytes_per_unit)),
+            "measured": check[stage],
+        }
+    return document
 
 
 if __name__ == "__main__":

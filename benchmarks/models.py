@@ -1,4 +1,4 @@
-"""The tables of docs/models.md: conversions that were measured, and architectures that are tested."""
+"""Make the tables of docs/models.md: measured conversions, and tested architectures."""
 
 from __future__ import annotations
 
@@ -67,8 +67,17 @@ def architectures() -> str:
 
 
 def _load(name: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    path = RESULTS / f"{name}.json"
+    document: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return document
+
+
+def _only(rows: Rows, **values: Any) -> dict[str, Any]:
+    """Return the row that has these values; ValueError unless there is exactly one."""
+    for name, value in values.items():
+        rows = [row for row in rows if row[name] == value]
+    (row,) = rows
+    return row
 
 
 def _row(
@@ -88,13 +97,12 @@ def _row(
 def _encoder() -> list[str]:
     demo = _load("demo")
     seconds = demo["meta"]["seconds"]
-    stages = [seconds[stage] for stage in ("calibrate", "refine", "distill")]
     untrained = untrained_encoder()
     return _row(
         f"all-MiniLM-L6-v2, encoder, {untrained['witnesses']} witnesses",
         "`make demo`",
         "mean cosine to the original, 512 docstrings",
-        time="{:.0f} s, {:.0f} s, {:.0f} s".format(*stages),
+        time=f"{seconds['calibrate']:.0f} s, {seconds['refine']:.0f} s, {seconds['distill']:.0f} s",
         calibrated=f"{untrained['cosine_mean']:.4f}",
         refined=f"{untrained_encoder(refined=50)['cosine_mean']:.4f}",
         distilled=f"{demo['output']['cosine_mean']:.4f} ({demo_steps():,} steps)",
@@ -109,20 +117,13 @@ def demo_steps() -> int:
 
 def untrained_encoder(refined: int = 0) -> dict[str, Any]:
     """Return the figures of all-MiniLM-L6-v2 by the default recipe, after steps of refinement."""
-    [row] = [
-        row
-        for row in _load("untrained")["rows"]
-        if row["model"] == "minilm" and row.get("refined", 0) == refined
-    ]
-    return row
+    rows = [{"refined": 0, **row} for row in _load("untrained")["rows"]]
+    return _only(rows, model="minilm", refined=refined)
 
 
 def _pure_encoder() -> list[str]:
-    [trained] = [
-        row
-        for row in _load("distillation")["rows"]
-        if (row["model"], row["recipe"], row["steps"]) == ("encoder", "DyISRU", 1200)
-    ]
+    rows = _load("distillation")["rows"]
+    trained = _only(rows, model="encoder", recipe="DyISRU", steps=1200)
     return _row(
         "the same, a pure function (no witnesses)",
         "`dynorm convert MODEL OUT --witnesses 0 --per-channel --steps 1200`",
@@ -137,17 +138,17 @@ def cosines(witnesses: int, stage: str) -> list[float]:
     """Return the cosine of DyISRU with one constant per channel, for each seed."""
     by_seed = []
     for row in _load("quality")["rows"]:
-        key = (row["layer"], row["per_channel"], row.get("witnesses", 0), row["stage"])
-        if key == ("dyisru", True, witnesses, stage):
+        is_layer = row["layer"] == "dyisru" and row["per_channel"]
+        has_witnesses = row.get("witnesses", 0) == witnesses
+        if is_layer and has_witnesses and row["stage"] == stage:
             by_seed.append(row["cosine"])
     return by_seed
 
 
 def _lines() -> list[str]:
     document = _load("auto")
-    key = ("auto", 0.05)
-    [calibrated] = [r for r in document["calibrated"] if (r["to"], r["tolerance"]) == key]
-    [distilled] = [r for r in document["distilled"] if (r["to"], r["tolerance"]) == key]
+    calibrated = _only(document["calibrated"], to="auto", tolerance=0.05)
+    distilled = _only(document["distilled"], to="auto", tolerance=0.05)
     return _row(
         f"the same, {calibrated['linear']} of 13 norms become lines, which `dynorm fold` then removes",
         "`dynorm convert MODEL OUT --to auto --witnesses 4 --per-channel --steps 200`",
@@ -189,8 +190,9 @@ def decoder_rows(witnesses: int) -> Rows:
 
 
 def _two_losses(row: dict[str, Any]) -> str:
-    kinds = ("docstrings", "reference")
-    return "; ".join(f"{row[kind]['loss_difference']:+.3f}" for kind in kinds)
+    docstrings = row["docstrings"]["loss_difference"]
+    reference = row["reference"]["loss_difference"]
+    return f"{docstrings:+.3f}; {reference:+.3f}"
 
 
 def _processor_time(first: dict[str, Any], last: dict[str, Any]) -> str:
@@ -198,17 +200,13 @@ def _processor_time(first: dict[str, Any], last: dict[str, Any]) -> str:
 
 
 def _byte_model() -> list[str]:
-    [row] = [
-        row
-        for row in _load("distillation")["rows"]
-        if (row["model"], row["recipe"]) == ("language", "DyISRU")
-    ]
-    grown = row["docstrings"]["nats"] - row["docstrings"]["original_nats"]
+    row = _only(_load("distillation")["rows"], model="language", recipe="DyISRU")
+    growth = row["docstrings"]["nats"] - row["docstrings"]["original_nats"]
     return _row(
         "GPT-2 over bytes, 4 layers, no witnesses",
         "`python -m benchmarks.distillation`",
         "growth of the loss in nats per token, docstrings",
-        distilled=f"{grown:+.3f} ({row['steps']} steps)",
+        distilled=f"{growth:+.3f} ({row['steps']} steps)",
     )
 
 
@@ -227,7 +225,8 @@ def _images() -> list[str]:
 
 def _speech() -> list[str]:
     document = _load("speech")
-    first, last = document["rows"][0], document["rows"][-1]
+    first = document["rows"][0]
+    last = document["rows"][-1]
     return _row(
         f"Whisper tiny.en, speech, {document['witnesses']} witnesses",
         f"`dynorm convert MODEL OUT --audio FILES --refine 0 --steps {last['steps']}`",
@@ -241,13 +240,12 @@ def _speech() -> list[str]:
 
 def _small_llama() -> list[str]:
     row = _load("memory")["small"][0]
+    peaks = [f"{stage} {row[stage] / GIB:.2f} GiB" for stage in ("calibrate", "refine", "distill")]
     return _row(
         f"Llama with random weights, {row['parameters'] / 1e6:.0f} M parameters",
         "`python -m benchmarks.memory`",
         "memory only",
-        peak="; ".join(
-            f"{name} {row[name] / GIB:.2f} GiB" for name in ("calibrate", "refine", "distill")
-        ),
+        peak="; ".join(peaks),
     )
 
 

@@ -1,8 +1,8 @@
 """Draw norms of the real encoder from their own activations, for the README and docs/witnesses.md.
 
-``python -m benchmarks.picture`` writes docs/images/before-after.png, the best and the worst of its
-norms with the function in its place, and
-docs/images/witness.png, the size of each token against the square of one of its channels.
+``python -m benchmarks.picture`` writes docs/images/before-after.png, the norms that the function
+fits best and worst, and docs/images/witness.png, the size of each token against the square of one
+of its channels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import matplotlib as mpl
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import dynorm
@@ -36,115 +37,142 @@ def activations() -> dict[str, Tensor]:
     """Return the inputs of each norm, as (tokens, C)."""
     pretrained = load_pretrained(folder())
     batches = make_batches(pretrained, encode(pretrained, standard_library_docstrings()[::60]))
-    norms = {name: m for name, m in pretrained.model.named_modules() if isinstance(m, nn.LayerNorm)}
-    seen: dict[str, list[Tensor]] = {name: [] for name in norms}
+    tokens: dict[str, list[Tensor]] = {}
     masks: list[Tensor] = []
-    for name, norm in norms.items():
-        like = dynorm.DyISRU(norm.normalized_shape)
-        norm.register_forward_hook(
-            lambda _, args, y, n=name, at=like: seen[n].append(site_tokens(at, args[0], masks))
-        )
+
+    def keep_tokens(path: str, norm: nn.LayerNorm) -> None:
+        tokens[path] = []
+        layer = dynorm.DyISRU(norm.normalized_shape)
+
+        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            tokens[path].append(site_tokens(layer, args[0], masks))
+
+        norm.register_forward_hook(hook)
+
+    for path, module in pretrained.model.named_modules():
+        if isinstance(module, nn.LayerNorm):
+            keep_tokens(path, module)
     with torch.no_grad():
         for batch in batches:
             masks[:] = token_masks(batch)
             call(pretrained.model, batch)
-    return {name: torch.cat(tokens) for name, tokens in seen.items()}
+    return {path: torch.cat(parts) for path, parts in tokens.items()}
+
+
+def fitted(x: Tensor) -> SiteFit:
+    """Return the fit of one curve to a norm with these inputs."""
+    channels = x.shape[1]
+    layer = dynorm.DyISRU(channels, scale=(channels - 1) ** 0.5, elementwise_affine=False)
+    layer.requires_grad_(False)
+    norm = Replaced(nn.LayerNorm(channels), NormSite("", kind="layernorm"))
+    fit = SiteFit(layer, norm, Ranks())
+    fit.update(x, dynorm.functional.layer_norm(x), 1.0, torch.arange(len(x)))
+    fit.solve_()
+    return fit
 
 
 def draw(inputs: dict[str, Tensor]) -> None:
-    """Two panels, the site where one curve fits best and the one where it fits worst, norm and function in each."""
+    """Draw the norm and the function at the site that one curve fits best, and at the worst one."""
     mpl.use("agg")
     import matplotlib.pyplot as plt
 
-    fits = {}
-    for path, x in inputs.items():
-        layer = dynorm.DyISRU(
-            x.shape[1], scale=(x.shape[1] - 1) ** 0.5, elementwise_affine=False
-        ).requires_grad_(False)
-        norm = Replaced(nn.LayerNorm(layer.channels), NormSite("", kind="layernorm"))
-        fits[path] = SiteFit(layer, norm, Ranks())
-        fits[path].update(x, dynorm.functional.layer_norm(x), 1.0, torch.arange(len(x)))
-        fits[path].solve_()
+    fits = {path: fitted(x) for path, x in inputs.items()}
     in_order = sorted(fits, key=lambda path: fits[path].error)
+    best = in_order[0]
+    worst = in_order[-1]
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for axis, path, words in zip(axes, (in_order[0], in_order[-1]), ("best", "worst"), strict=True):
-        x, fit = inputs[path], fits[path]
-        y = dynorm.functional.layer_norm(x).flatten()
-        chosen = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))[:6000]
-        points = torch.cat([chosen, x.flatten().abs().topk(1500).indices])
-        axis.scatter(
-            x.flatten()[points],
-            y[points],
-            c="0.7",
-            s=5,
-            linewidths=0,
-            label="LayerNorm, token by token",
-        )
-        line = torch.linspace(float(x.min()) * 1.02, float(x.max()) * 1.02, 2000)
-        curve = dynorm.functional.dyisru(line, float(fit.layer.beta()), scale=fit.layer.scale)
-        name = rf"DyISRU, one curve, $\beta$ = {float(fit.layer.beta()):.3g}"
-        axis.plot(line, curve, color=COLOURS["dyisru"], lw=2, label=name)
-        axis.set_title(
-            f"where it fits {words}: {path}\nerror {fit.error:.0%} of the output's spread",
-            fontsize=10,
-        )
-        axis.set_xlabel("input x")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, loc="upper left", fontsize=9, markerscale=3)
+    draw_fit(axes[0], inputs[best], fits[best])
+    draw_fit(axes[1], inputs[worst], fits[worst])
+    error = f"error {fits[best].error:.0%} of the output's spread"
+    axes[0].set_title(f"where it fits best: {best}\n{error}", fontsize=10)
+    error = f"error {fits[worst].error:.0%} of the output's spread"
+    axes[1].set_title(f"where it fits worst: {worst}\n{error}", fontsize=10)
     axes[0].set_ylabel("output y")
     figure.savefig(IMAGES / "before-after.png", dpi=110)
 
 
+def draw_fit(axes: Axes, inputs: Tensor, fit: SiteFit) -> None:
+    """Draw some values of a norm, with the largest ones, and the curve that was fitted to it."""
+    x = inputs.flatten()
+    y = dynorm.functional.layer_norm(inputs).flatten()
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(x.numel(), generator=generator)
+    largest = x.abs().topk(1500).indices
+    points = torch.cat([order[:6000], largest])
+    axes.scatter(
+        x[points],
+        y[points],
+        c="0.7",
+        s=5,
+        linewidths=0,
+        label="LayerNorm, token by token",
+    )
+    beta = float(fit.layer.beta())
+    left = 1.02 * float(x.min())
+    right = 1.02 * float(x.max())
+    line = torch.linspace(left, right, 2000)
+    curve = dynorm.functional.dyisru(line, beta, scale=fit.layer.scale)
+    name = rf"DyISRU, one curve, $\beta$ = {beta:.3g}"
+    axes.plot(line, curve, color=COLOURS["dyisru"], lw=2, label=name)
+    axes.set_xlabel("input x")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left", fontsize=9, markerscale=3)
+
+
 def witnesses_of(x: Tensor, most: int) -> Witnesses:
-    """Return at most so many witnesses of some tokens."""
+    """Return at most this number of witnesses of the tokens."""
     scales = TokenScales("layernorm", 1e-12, Ranks(), most)
     scales.update(x)
     return scales.choose()
 
 
 def draw_witness(x: Tensor) -> None:
-    """Two panels: the sum of each token against one channel, and against a constant and four channels."""
+    """Draw the sum of each token against one channel, and against a constant and four channels."""
     import matplotlib.pyplot as plt
 
-    none, one, four = witnesses_of(x, 0), witnesses_of(x, 1), witnesses_of(x, 4)
     sums = x.shape[1] * x.var(1, correction=0)
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout="constrained")
+    figure, (left, right) = plt.subplots(
+        1,
+        2,
+        figsize=(10, 3.6),
+        sharey=True,
+        layout="constrained",
+    )
+    grey = {"color": "0.75", "s": 5, "linewidths": 0}
+    coloured = {"color": COLOURS["dyisru"], "s": 5, "linewidths": 0, "alpha": 0.5}
+
+    one = witnesses_of(x, 1)
     square = x[:, one.channels[0]].square()
-    axes[0].scatter(
-        square, sums, s=5, color=COLOURS["dyisru"], linewidths=0, alpha=0.5, label="a token"
-    )
-    line = torch.logspace(0, float(square.max().log10()) + 0.05, 300)
-    axes[0].plot(
-        line, one.beta + one.gains[0] * line, color="0.2", lw=1.2, label=r"$\beta + g\,x^2$, fitted"
-    )
-    axes[0].set_xlim(1, None)
-    axes[0].set_title(f"one witness explains {one.explained[1]:.1%} of the sizes", fontsize=11)
-    axes[0].set_xlabel(f"square of channel {one.channels[0]}")
-    estimated = four.beta + x[:, list(four.channels)].square() @ torch.tensor(four.gains)
-    constant = torch.full_like(sums, none.beta)
-    axes[1].scatter(constant, sums, s=5, color="0.75", linewidths=0, label="a constant")
-    axes[1].scatter(
-        estimated,
-        sums,
-        s=5,
-        color=COLOURS["dyisru"],
-        linewidths=0,
-        alpha=0.5,
-        label="four witnesses",
-    )
+    left.scatter(square, sums, label="a token", **coloured)
+    decades = float(square.max().log10()) + 0.05
+    line = torch.logspace(0, decades, 300)
+    curve = one.beta + one.gains[0] * line
+    left.plot(line, curve, color="0.2", lw=1.2, label=r"$\beta + g\,x^2$, fitted")
+    left.set_xlim(1, None)
+    left.set_title(f"one witness explains {one.explained[1]:.1%} of the sizes", fontsize=11)
+    left.set_xlabel(f"square of channel {one.channels[0]}")
+    left.set_ylabel("the token's own sum")
+    left.legend(frameon=False, loc="upper left", markerscale=3)
+
+    four = witnesses_of(x, 4)
+    squares = x[:, list(four.channels)].square()
+    estimated = four.beta + squares @ torch.tensor(four.gains)
+    constant = torch.full_like(sums, witnesses_of(x, 0).beta)
+    right.scatter(constant, sums, label="a constant", **grey)
+    right.scatter(estimated, sums, label="four witnesses", **coloured)
     ends = [float(sums.min()), float(sums.max())]
-    axes[1].plot(ends, ends, color="0.5", lw=0.8, ls="--", label="exact")
-    axes[1].set_title(f"four explain {four.explained[4]:.1%}, a constant none", fontsize=11)
-    axes[1].set_xlabel("estimated by the layer")
-    for axis, place in zip(axes, ("upper left", "lower right"), strict=True):
-        axis.legend(frameon=False, loc=place, markerscale=3)
-        axis.set(xscale="log", yscale="log")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("the token's own sum")
+    right.plot(ends, ends, color="0.5", lw=0.8, ls="--", label="exact")
+    right.set_title(f"four explain {four.explained[4]:.1%}, a constant none", fontsize=11)
+    right.set_xlabel("estimated by the layer")
+    right.legend(frameon=False, loc="lower right", markerscale=3)
+
+    for axes in (left, right):
+        axes.set(xscale="log", yscale="log")
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(IMAGES / "witness.png", dpi=100)
 
 
 if __name__ == "__main__":
-    found = activations()
-    draw(found)
-    draw_witness(found[SITE])
+    inputs_of_norms = activations()
+    draw(inputs_of_norms)
+    draw_witness(inputs_of_norms[SITE])

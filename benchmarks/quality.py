@@ -1,14 +1,13 @@
-"""What replacing all norms of a real encoder costs in quality: every layer by the same recipe, on the same data.
+"""Measure the loss of quality if all norms of a real encoder are replaced, with one recipe for all layers.
 
 ``python -m benchmarks.quality`` writes benchmarks/results/quality.json. Each layer is measured
-after each stage: closed-form calibration and joint refinement of the constants;
-benchmarks/distillation.py has the next stage. Seeds change the split of texts and their order.
+after closed-form calibration, and after joint refinement of the constants. The next stage is in
+benchmarks/distillation.py. A seed decides how the texts are split and ordered.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.subjects import (
@@ -17,31 +16,55 @@ from benchmarks.subjects import (
     HELD_OUT,
     REFINE,
     Row,
-    Subject,
     add_rows,
     encoder,
     fitted,
     rows_so_far,
 )
 
+# The layer, whether it has one constant per channel, and the most witnesses per site.
 Arm = tuple[str, bool, int]
-# Layer, one constant per channel or one per layer, and the most witnesses per site.
-PURE = tuple(
-    (layer, per_channel, 0)
-    for per_channel in (True, False)
-    for layer in ("dyisru", "dyt", "linear", "derf")
-)
-ARMS: tuple[Arm, ...] = PURE + tuple(
-    (layer, True, k) for k in (1, 2, 4) for layer in ("dyisru", "dyt", "linear")
+ARMS: tuple[Arm, ...] = (
+    ("dyisru", True, 0),
+    ("dyt", True, 0),
+    ("linear", True, 0),
+    ("derf", True, 0),
+    ("dyisru", False, 0),
+    ("dyt", False, 0),
+    ("linear", False, 0),
+    ("derf", False, 0),
+    ("dyisru", True, 1),
+    ("dyt", True, 1),
+    ("linear", True, 1),
+    ("dyisru", True, 2),
+    ("dyt", True, 2),
+    ("linear", True, 2),
+    ("dyisru", True, 4),
+    ("dyt", True, 4),
+    ("linear", True, 4),
 )
 RESULTS = Path(__file__).parent / "results" / "quality.json"
 
 
-def stages(arm: Arm, seed: int) -> Iterator[tuple[str, float, Subject]]:
-    """Yield the model after each stage, with the seconds that the stage took."""
-    subject, (to, per_channel, witnesses) = encoder(seed), arm
-    for stage in fitted(subject, to, seed, per_channel=per_channel, witnesses=witnesses):
-        yield *stage, subject
+def measured(arm: Arm, seed: int) -> list[Row]:
+    """Convert the encoder, and return a row for each stage."""
+    layer, per_channel, witnesses = arm
+    subject = encoder(seed)
+    stages = fitted(subject, layer, seed, per_channel=per_channel, witnesses=witnesses)
+    rows = []
+    for stage, seconds in stages:
+        row: Row = {
+            "layer": layer,
+            "per_channel": per_channel,
+            "witnesses": witnesses,
+            "seed": seed,
+            "stage": stage,
+        }
+        row |= subject.figures()
+        row["seconds"] = round(seconds, 1)
+        print(row, flush=True)
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
@@ -51,45 +74,34 @@ def main() -> None:
     parser.add_argument(
         "--layers",
         nargs="+",
-        default=list(dict.fromkeys(arm[0] for arm in ARMS)),
-        help="which to run",
+        default=["dyisru", "dyt", "linear", "derf"],
+        help="the layers to run",
     )
     parser.add_argument(
         "--witnesses",
         nargs="+",
         type=int,
         default=[0, 1, 2, 4],
-        help="which numbers of them to run",
+        help="the numbers of witnesses to run",
     )
     arguments = parser.parse_args()
     for seed in range(arguments.seeds):
         for arm in ARMS:
-            layer, per_channel, witnesses = arm
+            layer, _, witnesses = arm
             if layer not in arguments.layers or witnesses not in arguments.witnesses:
                 continue
-            if any((arm_of(row), row["seed"]) == (arm, seed) for row in rows_so_far(RESULTS)):
-                continue
-            rows = []
-            for stage, seconds, subject in stages(arm, seed):
-                key = {
-                    "layer": layer,
-                    "per_channel": per_channel,
-                    "witnesses": witnesses,
-                    "seed": seed,
-                    "stage": stage,
-                }
-                rows.append(key | subject.figures() | {"seconds": round(seconds, 1)})
-                print(rows[-1], flush=True)
-            write(rows)
+            done = [(arm_of(row), row["seed"]) for row in rows_so_far(RESULTS)]
+            if (arm, seed) not in done:
+                write(measured(arm, seed))
 
 
 def arm_of(row: Row) -> Arm:
-    """Return the arm of a row; one that names no witnesses had none."""
+    """Return the arm of a row; a row without a number of witnesses had none."""
     return row["layer"], row["per_channel"], row.get("witnesses", 0)
 
 
 def write(new: list[Row]) -> None:
-    """Add the rows of an arm, so that a run that is stopped goes on from there."""
+    """Add the rows of an arm, so that an interrupted run can continue from there."""
     about = {
         "model": "all-MiniLM-L6-v2, 13 LayerNorms",
         "texts": "first paragraphs of the standard library's docstrings",
@@ -98,7 +110,12 @@ def write(new: list[Row]) -> None:
         "refine_steps": REFINE,
         "batch": BATCH,
     }
-    add_rows(RESULTS, about, new, order=lambda row: (ARMS.index(arm_of(row)), row["seed"]))
+    add_rows(RESULTS, about, new, order=place)
+
+
+def place(row: Row) -> tuple[int, int]:
+    """Return the key to sort rows by."""
+    return ARMS.index(arm_of(row)), row["seed"]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""The loss on a task: find the Debian package that a synopsis belongs to, before and after the conversion.
+"""Measure the loss on a task: find the Debian package of a synopsis, before and after the conversion.
 
 ``python -m benchmarks.retrieval build/demo/model`` writes benchmarks/results/retrieval.json. The
 synopsis of a package is the query and the long descriptions of 1,500 packages are searched, by the
-cosine of mean-pooled embeddings. No stage of the conversion has seen any of these texts. ``make
-retrieval`` fetches them first: they are the descriptions in Debian's package lists. The rows of models
-that are not given stay if the texts are the same. ``--check`` writes nothing. It fails if a model has
-lost more of the original's mean reciprocal rank than the committed row of its name, by more than the
-noise.
+cosine of mean-pooled embeddings. No stage of the conversion has seen any of these texts. They are
+the descriptions in Debian's package lists, which ``make retrieval`` fetches first. If the texts are
+the same, the rows of other models stay. ``--check`` writes nothing. It fails if a model loses more
+of the original's mean reciprocal rank than its committed row, by more than the noise.
 """
 
 from __future__ import annotations
@@ -38,7 +37,9 @@ from tools.demo_model import folder
 
 RESULTS = Path(__file__).parent / "results" / "retrieval.json"
 TEXTS = ROOT / "build" / "debian-descriptions.txt"
-PACKAGES, SEEDS, LENGTH = 1500, 3, 256
+PACKAGES = 1500
+SEEDS = 3
+LENGTH = 256
 # The noise of a loss: this number of standard deviations over the committed draws, and at least LEAST.
 NOISE = 3.0
 LEAST = 0.002
@@ -55,17 +56,19 @@ def main() -> None:
     arguments = parser.parse_args()
     text = arguments.descriptions.read_text("utf-8")
     known = packages(text)
+    models = {"original": folder()}
+    for path in arguments.models:
+        models[path.parent.name] = path
     rows = []
-    for name, path in {
-        "original": folder(),
-        **{each.parent.name: each for each in arguments.models},
-    }.items():
+    for name, path in models.items():
         pretrained = load_pretrained(path)
-        found = [searched(pretrained, sample(known, seed)) for seed in range(SEEDS)]
-        rows.append(
-            {"model": name, **{key: [round(each[key], 4) for each in found] for key in found[0]}}
-        )
-        print(rows[-1], flush=True)
+        row: Row = {"model": name, "mrr": [], "recall_at_1": []}
+        for seed in range(SEEDS):
+            figures = searched(pretrained, sample(known, seed))
+            row["mrr"].append(round(figures["mrr"], 4))
+            row["recall_at_1"].append(round(figures["recall_at_1"], 4))
+        rows.append(row)
+        print(row, flush=True)
     if arguments.check:
         check(rows)
         return
@@ -76,19 +79,21 @@ def main() -> None:
         # Rows on other descriptions cannot be compared with these.
         if committed["sha256"] == digest:
             rows += [row for row in committed["rows"] if row["model"] not in measured]
-    about: dict[str, Any] = {
+    document: dict[str, Any] = {
         "packages": PACKAGES,
         "seeds": SEEDS,
         "descriptions": len(known),
         "sha256": digest,
         "made_with": library_versions(),
+        "rows": rows,
     }
-    write_text(RESULTS, json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    write_text(RESULTS, json.dumps(document, indent=1) + "\n")
 
 
 def check(rows: list[Row]) -> None:
     """Compare the losses of models with the committed ones; exit with 1 if one is larger."""
-    committed = {row["model"]: row for row in json.loads(RESULTS.read_text())["rows"]}
+    document = json.loads(RESULTS.read_text())
+    committed = {row["model"]: row for row in document["rows"]}
     failed = False
     for row in rows[1:]:
         now = losses(rows[0], row)
@@ -107,19 +112,21 @@ def check(rows: list[Row]) -> None:
 
 def losses(original: Row, row: Row) -> list[float]:
     """Return the loss of a model in each draw of packages."""
-    return [a - b for a, b in zip(original["mrr"], row["mrr"], strict=True)]
+    pairs = zip(original["mrr"], row["mrr"], strict=True)
+    return [before - after for before, after in pairs]
 
 
 def packages(text: str) -> list[tuple[str, str]]:
     """Return synopsis and long description of each package that has both; of equal synopses the first."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for stanza in text.split("\n\n"):
         parts = re.search(r"^Description-en: (.+)\n((?: .*\n?)+)", stanza, re.MULTILINE)
         if parts is not None:
-            found.setdefault(
-                parts[1], re.sub(r"\s+", " ", parts[2].replace("\n .\n", "\n")).strip()
-            )
-    return list(found.items())
+            # A dot by itself on a line is a blank line.
+            description = parts[2].replace("\n .\n", "\n")
+            description = re.sub(r"\s+", " ", description).strip()
+            descriptions.setdefault(parts[1], description)
+    return list(descriptions.items())
 
 
 def sample(known: list[tuple[str, str]], seed: int) -> list[tuple[str, str]]:
@@ -130,10 +137,12 @@ def sample(known: list[tuple[str, str]], seed: int) -> list[tuple[str, str]]:
 @torch.no_grad()
 def searched(pretrained: Pretrained, chosen: list[tuple[str, str]]) -> Row:
     """Return the mean reciprocal rank of the right package, and how often it is the first."""
-    queries, documents = (embedded(pretrained, list(texts)) for texts in zip(*chosen, strict=True))
+    queries = embedded(pretrained, [synopsis for synopsis, _ in chosen])
+    documents = embedded(pretrained, [description for _, description in chosen])
     scores = queries @ documents.T
-    # Of equal scores the right one comes last.
-    ranks = (scores >= scores.diagonal()[:, None]).sum(1).double()
+    right = scores.diagonal()[:, None]
+    # If scores are equal, the right package comes last.
+    ranks = (scores >= right).sum(1).double()
     return {
         "mrr": float(ranks.reciprocal().mean()),
         "recall_at_1": float((ranks == 1).double().mean()),
@@ -143,13 +152,16 @@ def searched(pretrained: Pretrained, chosen: list[tuple[str, str]]) -> Row:
 def embedded(pretrained: Pretrained, texts: list[str]) -> Tensor:
     """Return the mean-pooled embeddings of texts, each of length 1."""
     encoded = encode(pretrained, texts, LENGTH)
-    # The order that the batches have, from short to long.
-    order = sorted(range(len(texts)), key=lambda k: len(encoded[k]))
+    model = pretrained.model.eval()
     rows = []
     for batch in make_batches(pretrained, encoded, BATCH):
-        hidden = pretrained.model.eval()(**batch).last_hidden_state
+        hidden = model(**batch).last_hidden_state
         mask = batch["attention_mask"][..., None].to(hidden)
-        rows.append(normalize((hidden * mask).sum(1) / mask.sum(1), dim=1))
+        means = (hidden * mask).sum(1) / mask.sum(1)
+        rows.append(normalize(means, dim=1))
+    # The batches are in the order of length, from short to long.
+    lengths = [len(ids) for ids in encoded]
+    order = sorted(range(len(texts)), key=lengths.__getitem__)
     return torch.cat(rows)[torch.tensor(order).argsort()]
 
 

@@ -1,8 +1,8 @@
-"""The loss of a model of speech: Whisper tiny.en after calibration, and after a short distillation.
+"""Measure the loss of a model of speech, Whisper tiny.en, after calibration and a short distillation.
 
-``python -m benchmarks.speech`` writes benchmarks/results/speech.json. Steps and files are given,
-not minutes, so that a busy machine gives the same figures. It needs the packages of
-requirements-models.txt.
+``python -m benchmarks.speech`` writes benchmarks/results/speech.json. The length is a number of
+steps rather than of minutes, so that a busy machine gives the same figures. It needs the packages
+of requirements-models.txt.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,19 @@ ABOUT = {
 }
 
 
-def agreement(pairs: Iterable[tuple[str, str]]) -> float:
-    """Return one minus the word error rate of transcripts, each with the wanted one."""
-    wrong, words = (sum(each) for each in zip(*(word_errors(*pair) for pair in pairs), strict=True))
-    return round(1 - wrong / words, 4)
+def agreement(transcripts: list[str], correct: list[str]) -> float:
+    """Return one minus the word error rate of transcripts, compared with the correct ones."""
+    errors = 0
+    words = 0
+    for pair in zip(transcripts, correct, strict=True):
+        new_errors, new_words = word_errors(*pair)
+        errors += new_errors
+        words += new_words
+    return round(1 - errors / words, 4)
 
 
 def spoken(clip: Clip) -> str:
-    """Return the words of a file."""
+    """Return the words that a file speaks."""
     return clip.file.with_suffix(".txt").read_text()
 
 
@@ -55,46 +59,57 @@ def main() -> None:
     """Calibrate, distil, and add a row for each stage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--steps", type=int, nargs="+", default=[24], help="of a distillation each, of 4 files"
+        "--steps",
+        type=int,
+        nargs="+",
+        default=[24],
+        help="steps of 4 files; one distillation per number",
     )
     parser.add_argument(
-        "--float32", action="store_true", help="train in float32: for processors without bfloat16"
+        "--float32", action="store_true", help="train in float32, for processors without bfloat16"
     )
     options = parser.parse_args()
-    pretrained, (clips, _) = (
-        load_pretrained(folder("whisper")),
-        find_audio([gather(Path("build/speech"))]),
-    )
-    model, original = pretrained.model, deepcopy(pretrained.model)
+    pretrained = load_pretrained(folder("whisper"))
+    clips, _ = find_audio([gather(Path("build/speech"))])
+    model = pretrained.model
+    original = deepcopy(model)
     recipe = Recipe().filled(False, "audio")
     listener = Listener(pretrained, original)
     inputs = audio_inputs(listener, *split_audio(clips, ABOUT["held_out"]), {})
     started = time.process_time()
 
-    def transcripts(of: Any) -> dict[Clip, str]:
-        batches = inputs.batches(inputs.held_out, ABOUT["batch"])
-        return {
-            clip: listener.text(ids)
-            for part in batches.parts
-            for clip, ids in zip(part, listener.write(of, listener.batch(part)), strict=True)
-        }
+    parts = inputs.batches(inputs.held_out, ABOUT["batch"]).parts
 
+    def transcripts(of_model: Any) -> list[str]:
+        texts = []
+        for part in parts:
+            for ids in listener.write(of_model, listener.batch(part)):
+                texts.append(listener.text(ids))
+        return texts
+
+    speech = []
+    for part in parts:
+        for clip in part:
+            speech.append(spoken(clip))
     before = transcripts(original)
-    right = agreement((before[clip], spoken(clip)) for clip in before)
+    right_before = agreement(before, speech)
 
-    def add(stage: str, done: int) -> None:
-        out, now = (
-            compare(model, original, inputs.batches(inputs.held_out, ABOUT["batch"])),
-            transcripts(model),
-        )
-        row: Row = {"stage": stage, "steps": done, "files": done * ABOUT["batch"]}
-        row |= {name: round(getattr(out, name), 4) for name in FIGURES}
-        row |= {"word_agreement": agreement((now[clip], before[clip]) for clip in now)}
-        row |= {
-            "words_right": agreement((now[clip], spoken(clip)) for clip in now),
-            "words_right_original": right,
+    def add(stage: str, steps: int) -> None:
+        held_out = inputs.batches(inputs.held_out, ABOUT["batch"])
+        output = compare(model, original, held_out)
+        now = transcripts(model)
+        row: Row = {
+            "stage": stage,
+            "steps": steps,
+            "files": steps * ABOUT["batch"],
         }
-        add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": round(time.process_time() - started)}])
+        for name in FIGURES:
+            row[name] = round(getattr(output, name), 4)
+        row["word_agreement"] = agreement(now, before)
+        row["words_right"] = agreement(now, speech)
+        row["words_right_original"] = right_before
+        seconds = round(time.process_time() - started)
+        add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": seconds}])
         print(json.dumps(row), flush=True)
 
     calibration = inputs.batches(inputs.fit[: recipe.calibration], CALIBRATION_BLOCKS, 0)

@@ -1,8 +1,8 @@
-"""The time of a training step with point-wise layers and with annealed ones, compared with norms.
+"""Time a training step with point-wise layers, with annealed ones, and with norms.
 
-``python -m benchmarks.steps`` trains the study's small models side by side, one step of each a
-round in an order drawn anew, and writes benchmarks/results/steps.json: a few minutes on two cores.
-A step is forward, backward, clipping and AdamW, as in the study.
+``python -m benchmarks.steps`` trains the study's small models side by side, one step of each per
+round in a random order, and writes benchmarks/results/steps.json in a few minutes on two cores. A
+step is forward, backward, clipping and AdamW, as in the study.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from studies.trainer import WEIGHT_DECAY, losses
 
 RESULTS = Path(__file__).parent / "results" / "steps.json"
 LR = 1e-3
-# The words for a row; the arm, and its t.
+# By the name of a row: the arm, and its t.
 PLACES: dict[str, tuple[str, float | None]] = {
     "annealed DyISRU, t = 0": ("dyisru_annealed", 0.0),
     "annealed DyISRU, t = 0.5": ("dyisru_annealed", 0.5),
@@ -38,7 +38,7 @@ NORMS = {"gpt2": "layernorm", "llama": "rmsnorm"}
 
 
 def step_of(settings: Settings, data: Data, t: float | None) -> Callable[[], None]:
-    """Return one training step of a fresh model of an arm; of an annealed one, at one t."""
+    """Return one training step of a new model of an arm, with an annealed one at ``t``."""
     model = build(settings, data).train()
     batch = draw_batch(data, settings.size_spec.batch)
     if t is not None:
@@ -49,7 +49,8 @@ def step_of(settings: Settings, data: Data, t: float | None) -> Callable[[], Non
     optimizer = torch.optim.AdamW(groups, fused=True)
 
     def step() -> None:
-        losses(model(**inputs_of(batch)).logits, batch["labels"]).mean().backward()
+        logits = model(**inputs_of(batch)).logits
+        losses(logits, batch["labels"]).mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -61,20 +62,25 @@ def measured(family: str, threads: int, rounds: int) -> dict[str, Any]:
     """Return seconds and ratios of the steps of one model family."""
     torch.set_num_threads(threads)
     norm = NORMS[family]
-    settings = {name: Settings(arm, LR, model=family) for name, (arm, _) in PLACES.items()}
-    data = load(next(iter(settings.values())))
-    calls = {norm: step_of(Settings(norm, LR, model=family), data, None)}
-    calls |= {name: step_of(settings[name], data, t) for name, (_, t) in PLACES.items()}
+    settings = Settings(norm, LR, model=family)
+    data = load(settings)
+    calls = {norm: step_of(settings, data, None)}
+    for name, (arm, t) in PLACES.items():
+        calls[name] = step_of(Settings(arm, LR, model=family), data, t)
     times = measure(calls, rounds=rounds, seconds=3600).times
+    milliseconds = {}
+    for name, seconds in times.items():
+        milliseconds[name] = spread(seconds).scaled(1e3).rounded()
+    over_norm = {}
+    for name in PLACES:
+        over_norm[name] = ratio(times[name], times[norm]).rounded()
     return {
         "model": family,
         "threads": threads,
         "norm": norm,
         "rounds": rounds,
-        "milliseconds": {
-            name: spread(values).scaled(1e3).rounded() for name, values in times.items()
-        },
-        "over_norm": {name: ratio(times[name], times[norm]).rounded() for name in PLACES},
+        "milliseconds": milliseconds,
+        "over_norm": over_norm,
     }
 
 
@@ -83,11 +89,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=31)
     arguments = parser.parse_args()
-    before, rows, most = load_average(), [], torch.get_num_threads()
+    before = load_average()
+    all_threads = torch.get_num_threads()
+    rows = []
     for family in NORMS:
-        for threads in sorted({most, 1}, reverse=True):
-            rows.append(measured(family, threads, arguments.rounds))
-            print(json.dumps(rows[-1]), flush=True)
+        for threads in sorted({all_threads, 1}, reverse=True):
+            row = measured(family, threads, arguments.rounds)
+            print(json.dumps(row), flush=True)
+            rows.append(row)
     document = {
         "machine": describe(),
         "load": {"before": before, "after": load_average()},

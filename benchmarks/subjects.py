@@ -1,6 +1,7 @@
-"""The models that the benchmarks of quality convert, fit and measure, and the rows of results that they leave.
+"""Provide the models that the benchmarks of quality convert and measure, and keep their results.
 
-A real encoder, and a small pre-norm GPT-2 over bytes, trained on the spot in a minute or a few.
+The models are a real encoder, and a small pre-norm GPT-2 over bytes that is trained here in a few
+minutes.
 """
 
 from __future__ import annotations
@@ -37,20 +38,27 @@ from dynorm.report.conversion import compare
 from tools.demo_model import folder
 
 ROOT = Path(__file__).parent.parent
-CALIBRATION_TEXTS, BATCH, HELD_OUT, REFINE = 256, 32, 512, 50
-# Of the small model: blocks per step, and bytes of a block.
-BLOCKS, LENGTH = 16, 128
+CALIBRATION_TEXTS = 256
+# Texts per batch.
+BATCH = 32
+# Held-out texts.
+HELD_OUT = 512
+# Steps of refinement.
+REFINE = 50
+# The small model is trained on this number of blocks per step, of this number of bytes each.
+BLOCKS = 16
+LENGTH = 128
 Row = dict[str, Any]
 Batches = list[dict[str, Tensor]]
 
 
 @dataclass
 class Subject:
-    """A model on its way, with its data for fitting and measuring.
+    """A model that is being converted, with its data for fitting and measuring.
 
     Args:
         pretrained: the model to convert.
-        original: the same before.
+        original: a copy from before the conversion.
         encoded: texts to fit on, as token ids.
         tests: batches of held-out texts.
     """
@@ -61,16 +69,20 @@ class Subject:
     tests: Batches
 
     def figures(self, tests: Batches | None = None) -> dict[str, float]:
-        """Return how far the outputs on batches, the held-out ones by default, are from the original's."""
+        """Return how far the outputs are from the original's, on the held-out batches by default."""
+        model = self.pretrained.model
+        tests = tests or self.tests
         if self.pretrained.language_model:
-            out = compare(self.pretrained.model, self.original, tests or self.tests)
-            assert out.loss_original is not None
-            assert out.loss_now is not None
-            assert out.kl is not None
-            return {"original_nats": out.loss_original, "nats": out.loss_now, "divergence": out.kl}
-        output = dynorm.measure(
-            self.pretrained.model, tests or self.tests, original=self.original
-        ).output
+            output = compare(model, self.original, tests)
+            assert output.loss_original is not None
+            assert output.loss_now is not None
+            assert output.kl is not None
+            return {
+                "original_nats": output.loss_original,
+                "nats": output.loss_now,
+                "divergence": output.kl,
+            }
+        output = dynorm.measure(model, tests, original=self.original).output
         return {
             "cosine": output.cosine_mean,
             "worst": output.cosine_min,
@@ -89,33 +101,39 @@ def encoder(seed: int) -> Subject:
 
 
 def language_model() -> Subject:
-    """Return a small GPT-2 over bytes, and the texts that it was trained on, and was not."""
+    """Return a small GPT-2 over bytes, with the texts that it was trained on and held-out ones."""
     fit, held_out = split_texts(standard_library_docstrings(), HELD_OUT, 0)
     return _subject(load_pretrained(trained(1500, fit)), fit, held_out)
 
 
 def fitted(
-    subject: Subject, to: str, seed: int, *, tolerance: float = Recipe.tolerance, **options: Any
+    subject: Subject,
+    to: str,
+    seed: int,
+    *,
+    tolerance: float = Recipe.tolerance,
+    **options: Any,
 ) -> Iterator[tuple[str, float]]:
-    """Convert, calibrate and refine; yield after each stage its name and how long it took."""
-    pretrained, encoded = subject.pretrained, subject.encoded
-    batches = make_batches(pretrained, encoded[:CALIBRATION_TEXTS], BATCH, seed)
-    more = make_batches(
-        pretrained, encoded[CALIBRATION_TEXTS : CALIBRATION_TEXTS + REFINE * BATCH], BATCH, seed
-    )
-    sites = dynorm.find_norms(pretrained.model, **batches[0])
+    """Convert, calibrate and refine; yield the name and the seconds of each stage after it."""
+    pretrained = subject.pretrained
+    model = pretrained.model
+    texts_to_calibrate = subject.encoded[:CALIBRATION_TEXTS]
+    texts_to_refine = subject.encoded[CALIBRATION_TEXTS : CALIBRATION_TEXTS + REFINE * BATCH]
+    to_calibrate = make_batches(pretrained, texts_to_calibrate, BATCH, seed)
+    to_refine = make_batches(pretrained, texts_to_refine, BATCH, seed)
+    sites = dynorm.find_norms(model, **to_calibrate[0])
     layer = {"per_channel": False, "witnesses": 0, **options}
-    dynorm.convert_(pretrained.model, sites, to, **layer)
+    dynorm.convert_(model, sites, to, **layer)
     started = time.perf_counter()
-    dynorm.calibrate_(pretrained.model, batches, lean=0.7, tolerance=tolerance)
+    dynorm.calibrate_(model, to_calibrate, lean=0.7, tolerance=tolerance)
     yield "calibrated", time.perf_counter() - started
     started = time.perf_counter()
-    dynorm.refine_(pretrained.model, more, steps=REFINE)
+    dynorm.refine_(model, to_refine, steps=REFINE)
     yield "refined", time.perf_counter() - started
 
 
 def calibrate(model: Any, calibration: Batches, recipe: Any) -> None:
-    """Convert a model as a filled recipe says, and fit its constants site by site."""
+    """Convert a model by a filled recipe, and fit its constants site by site."""
     sites = dynorm.find_norms(model, **calibration[0])
     dynorm.convert_(model, sites, per_channel=recipe.per_channel, witnesses=recipe.witnesses)
     dynorm.calibrate_(model, calibration, lean=recipe.lean)
@@ -123,17 +141,19 @@ def calibrate(model: Any, calibration: Batches, recipe: Any) -> None:
 
 def _subject(pretrained: Pretrained, fit: list[str], held_out: list[str]) -> Subject:
     tests = make_batches(pretrained, encode(pretrained, held_out), BATCH)
-    return Subject(pretrained, copy.deepcopy(pretrained.model), encode(pretrained, fit), tests)
+    original = copy.deepcopy(pretrained.model)
+    return Subject(pretrained, original, encode(pretrained, fit), tests)
 
 
 def trained(steps: int, texts: list[str]) -> Path:
-    """Return the folder of a model that was trained for so many steps on these texts; train it where there is none."""
-    # By the texts, too: what one caller trains on another may hold out.
-    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:12]
-    out = ROOT / "build" / f"small-pre-norm-{steps}-{digest}"
+    """Return the folder of a model that was trained on these texts, and train it if there is none."""
+    # The name depends on the texts, because one caller may hold out what another trains on.
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    out = ROOT / "build" / f"small-pre-norm-{steps}-{digest[:12]}"
     if not (out / "training.json").exists():
         summary = train(steps, texts, out)
-        (out / "training.json").write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
+        text = json.dumps(summary, indent=1) + "\n"
+        (out / "training.json").write_text(text, "utf-8")
     return out
 
 
@@ -151,25 +171,39 @@ def train(steps: int, texts: list[str], out: Path) -> dict[str, Any]:
     set_seed(0)
     tokenizer = ByT5Tokenizer(extra_ids=0)
     config = GPT2Config(
-        vocab_size=len(tokenizer), n_embd=128, n_layer=4, n_head=4, n_positions=LENGTH,
-        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config)
-    blocks = torch.tensor(encode(Pretrained(model, tokenizer, True, out), texts, LENGTH))
-    arguments = TrainingArguments(
-        output_dir=str(out), max_steps=steps, per_device_train_batch_size=BLOCKS, learning_rate=3e-3,
-        lr_scheduler_type="cosine", warmup_steps=50, weight_decay=0.1, report_to=[], save_strategy="no",
-        use_cpu=True, disable_tqdm=True, optim="adamw_torch_fused", logging_steps=steps, seed=0,
-    )  # fmt: skip
-    trainer = Trainer(
-        model,
-        arguments,
-        train_dataset=TensorDataset(blocks),
-        data_collator=lambda rows: {
-            "input_ids": (ids := torch.stack([row[0] for row in rows])),
-            "labels": ids,
-        },
+        vocab_size=len(tokenizer),
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        n_positions=LENGTH,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
+    model = GPT2LMHeadModel(config)
+    pretrained = Pretrained(model, tokenizer, True, out)
+    blocks = torch.tensor(encode(pretrained, texts, LENGTH))
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        max_steps=steps,
+        per_device_train_batch_size=BLOCKS,
+        learning_rate=3e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=50,
+        weight_decay=0.1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        optim="adamw_torch_fused",
+        logging_steps=steps,
+        seed=0,
+    )
+
+    def collate(rows: list[tuple[Tensor]]) -> dict[str, Tensor]:
+        ids = torch.stack([row[0] for row in rows])
+        return {"input_ids": ids, "labels": ids}
+
+    trainer = Trainer(model, arguments, train_dataset=TensorDataset(blocks), data_collator=collate)
     done = trainer.train()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -183,27 +217,35 @@ def train(steps: int, texts: list[str], out: Path) -> dict[str, Any]:
 
 
 def rows_so_far(results: Path) -> list[Row]:
-    """Return what earlier runs have measured; delete the file to measure all anew."""
-    return list(json.loads(results.read_text("utf-8"))["rows"]) if results.exists() else []
+    """Return the rows that earlier runs have measured; delete the file to measure them again."""
+    if not results.exists():
+        return []
+    return list(json.loads(results.read_text("utf-8"))["rows"])
 
 
 def add_rows(
-    results: Path, about: dict[str, Any], new: list[Row], order: Callable[[Row], Any] | None = None
+    results: Path,
+    about: dict[str, Any],
+    new: list[Row],
+    order: Callable[[Row], Any] | None = None,
 ) -> None:
-    """Add rows, each with the versions that made it; a write that fails leaves the old file.
+    """Add rows, each with the versions that made it; if the write fails, the old file stays.
 
     Args:
         results: the file.
-        about: the facts of all rows.
+        about: the facts that hold for all rows.
         new: the rows.
-        order: the key by which all rows are sorted; None leaves them as they came.
+        order: the key to sort all rows by; None leaves them in the order of their measurement.
     """
     made_with = library_versions() | {
         "processor": platform.machine(),
         "threads": torch.get_num_threads(),
     }
-    rows = rows_so_far(results) + [row | {"made_with": made_with} for row in new]
+    rows = rows_so_far(results)
+    for row in new:
+        rows.append(row | {"made_with": made_with})
     if order is not None:
         rows.sort(key=order)
     results.parent.mkdir(exist_ok=True)
-    write_text(results, json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    document = {**about, "rows": rows}
+    write_text(results, json.dumps(document, indent=1) + "\n")

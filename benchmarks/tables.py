@@ -16,7 +16,8 @@ from benchmarks.speed import table as speed
 from dynorm.recipe import DEFAULT_WITNESSES
 
 ROOT = Path(__file__).parent.parent
-START, END = "<!-- {name}: made by python -m benchmarks.tables -->", "<!-- end -->"
+START = "<!-- {name}: made by python -m benchmarks.tables -->"
+END = "<!-- end -->"
 NAMES = {
     "dyisru": "DyISRU",
     "dyt": "scaled DyT",
@@ -30,73 +31,91 @@ RETRIEVED = {
     "demo": "refined, and distilled for {steps:,} steps (`make demo`)",
 }
 DISTILLATION_STEPS = 1200
+# The values of a row that does not name them.
+DEFAULTS = {"witnesses": 0}
+Row = dict[str, Any]
 
 
 def load(name: str) -> dict[str, Any]:
     """Return the committed results of a name."""
-    document: dict[str, Any] = json.loads(
-        (ROOT / "benchmarks" / "results" / f"{name}.json").read_text("utf-8")
-    )
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    document: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return document
 
 
-def cell(rows: list[dict[str, Any]]) -> str:
-    """Mean cosine / Spearman over the seeds, with the spread where there are several."""
+def select(rows: list[Row], **values: Any) -> list[Row]:
+    """Return the rows that have these values."""
+    chosen = rows
+    for name, value in values.items():
+        default = DEFAULTS.get(name)
+        chosen = [row for row in chosen if row.get(name, default) == value]
+    return chosen
+
+
+def grouped(rows: list[Row], *names: str) -> list[list[Row]]:
+    """Return the rows with equal values together, in the order of the first of each group."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in names)
+        groups.setdefault(key, []).append(row)
+    return list(groups.values())
+
+
+def cell(rows: list[Row]) -> str:
+    """Return the mean cosine and Spearman over the seeds, with the spread if there are several."""
     if not rows:
         return "not run"
-    cosines, ranks = [row["cosine"] for row in rows], [row["spearman"] for row in rows]
+    cosines = [row["cosine"] for row in rows]
+    ranks = [row["spearman"] for row in rows]
     if len(rows) == 1:
         return f"{cosines[0]:.4f} / {ranks[0]:.4f}"
     return f"{_mean(cosines)} / {_mean(ranks)}"
 
 
 def quality_table() -> str:
-    """One row per layer, one column per stage; the third is that of benchmarks/distillation.py."""
+    """Return one row per layer, one column per stage; the third is from benchmarks/distillation.py."""
     rows = load("quality")["rows"]
-    trained = [
-        row
-        for row in load("distillation")["rows"]
-        if (row["model"], row["steps"]) == ("encoder", DISTILLATION_STEPS)
-    ]
+    distillation = load("distillation")["rows"]
     lines = [
         "| all 13 norms replaced by | calibrated, no training | constants refined together | "
         f"{DISTILLATION_STEPS:,} steps of distillation |",
         "|---|---|---|---|",
     ]
     for witnesses, words in ((4, ", four witnesses"), (0, "")):
-        alike = [row for row in rows if row.get("witnesses", 0) == witnesses]
-        for layer, per_channel in dict.fromkeys(
-            (row["layer"], row["per_channel"]) for row in alike
-        ):
-            name = NAMES[layer] + words + ("" if per_channel else ", one constant per layer")
-            mine = [
-                row for row in alike if (row["layer"], row["per_channel"]) == (layer, per_channel)
-            ]
-            cells = [cell([row for row in mine if row["stage"] == stage]) for stage in STAGES]
-            cells.append(cell([row["docstrings"] for row in trained if row["recipe"] == name]))
+        for rows_of_layer in grouped(select(rows, witnesses=witnesses), "layer", "per_channel"):
+            name = NAMES[rows_of_layer[0]["layer"]] + words
+            if not rows_of_layer[0]["per_channel"]:
+                name += ", one constant per layer"
+            cells = [cell(select(rows_of_layer, stage=stage)) for stage in STAGES]
+            distilled = select(distillation, model="encoder", steps=DISTILLATION_STEPS, recipe=name)
+            cells.append(cell([row["docstrings"] for row in distilled]))
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def retrieval_table() -> str:
-    """One row per model: means over the draws of packages, and the most that a draw has lost to the original."""
-    first, *others = load("retrieval")["rows"]
+    """Return one row per model: means over the draws of packages, and the largest loss in a draw."""
+    rows = load("retrieval")["rows"]
+    original = rows[0]
     lines = [
         "| all-MiniLM-L6-v2 | right package first | mean reciprocal rank | largest loss of a draw "
         "|",
         "|---|---|---|---|",
     ]
     steps = models.demo_steps()
-    for row in (first, *others):
+    for row in rows:
         title = RETRIEVED[row["model"]].format(steps=steps)
-        lost = max(theirs - ours for theirs, ours in zip(first["mrr"], row["mrr"], strict=True))
-        cells = f"{mean(row['recall_at_1']):.1%} | {mean(row['mrr']):.4f} | {f'{lost:.4f}' if row is not first else ''}"
-        lines.append(f"| {title} | {cells} |")
+        loss = ""
+        if row is not original:
+            pairs = zip(original["mrr"], row["mrr"], strict=True)
+            loss = f"{max(before - after for before, after in pairs):.4f}"
+        task = f"{mean(row['recall_at_1']):.1%} | {mean(row['mrr']):.4f}"
+        lines.append(f"| {title} | {task} | {loss} |")
     return "\n".join(lines)
 
 
 def headline_table() -> str:
-    """One row per stage: the task, and the cosine to the original on held-out texts."""
+    """Return one row per stage: the task, and the cosine to the original on held-out texts."""
     retrieved = {row["model"]: row for row in load("retrieval")["rows"]}
     lines = [
         "| all-MiniLM-L6-v2, all 13 norms | right package first | mean reciprocal rank | "
@@ -118,93 +137,88 @@ def headline_table() -> str:
 
 
 def converted_table() -> str:
-    """One row per model with the default number of witnesses: what is left without training, and after some."""
+    """Return one row per model with the default number of witnesses: the loss without and with training."""
+    untrained = models.untrained_encoder()
+    trained = load("demo")["output"]
     decoder = models.decoder_rows(DEFAULT_WITNESSES)
     images = load("images")["rows"]
     speech = load("speech")["rows"]
-    trained = load("demo")["output"]
-    encoder = [
-        f"cosine {models.untrained_encoder()['cosine_mean']:.4f}",
-        f"{trained['cosine_mean']:.4f}, {models.demo_steps():,} steps",
-    ]
 
-    def loss(row: dict[str, Any]) -> str:
+    def loss(row: Row) -> str:
         kind = row["docstrings"]
         return f"{kind['loss_difference']:+.3f} nats, {kind['agreement']:.0%} same token"
 
-    def neighbours(row: dict[str, Any]) -> str:
+    def neighbours(row: Row) -> str:
         return f"cosine {row['cosine_mean']:.3f}, {row['neighbours']:.0%} same neighbour"
 
     distilled_decoder = "not run"
     if decoder[-1]["steps"]:
         distilled_decoder = f"{loss(decoder[-1])}, {decoder[-1]['steps']} steps"
     lines = ["| all norms replaced | no training | distilled |", "|---|---|---|"]
-    for title, cells in (
-        ("[encoder](docs/howto/encoder.md) all-MiniLM-L6-v2", encoder),
-        (
-            "[decoder](docs/howto/decoder.md) SmolLM2-135M",
-            [loss(decoder[0]), distilled_decoder],
-        ),
-        (
-            "[images](docs/howto/vision.md) DINOv2-small",
-            [neighbours(images[0]), f"{neighbours(images[1])}, {images[1]['steps']} steps"],
-        ),
-        (
-            "[speech](docs/howto/speech.md) Whisper tiny.en",
-            [
-                f"{speech[0]['word_agreement']:.0%} same words",
-                f"{speech[-1]['word_agreement']:.0%}, {speech[-1]['steps']} steps",
-            ],
-        ),
-    ):
-        lines.append(f"| {title} | {' | '.join(cells)} |")
+
+    def add(title: str, no_training: str, distilled: str) -> None:
+        lines.append(f"| {title} | {no_training} | {distilled} |")
+
+    add(
+        "[encoder](docs/howto/encoder.md) all-MiniLM-L6-v2",
+        f"cosine {untrained['cosine_mean']:.4f}",
+        f"{trained['cosine_mean']:.4f}, {models.demo_steps():,} steps",
+    )
+    add("[decoder](docs/howto/decoder.md) SmolLM2-135M", loss(decoder[0]), distilled_decoder)
+    add(
+        "[images](docs/howto/vision.md) DINOv2-small",
+        neighbours(images[0]),
+        f"{neighbours(images[1])}, {images[1]['steps']} steps",
+    )
+    add(
+        "[speech](docs/howto/speech.md) Whisper tiny.en",
+        f"{speech[0]['word_agreement']:.0%} same words",
+        f"{speech[-1]['word_agreement']:.0%}, {speech[-1]['steps']} steps",
+    )
     return "\n".join(lines)
 
 
 def witness_table() -> str:
-    """One row per layer and number of witnesses, one column per stage; the worst text stands between the means."""
-    measured = [
-        row for row in load("quality")["rows"] if row["per_channel"] and row["layer"] != "derf"
-    ]
+    """Return one row per layer and number of witnesses, with the worst text between the means."""
+    rows = select(load("quality")["rows"], per_channel=True)
+    layers = ("dyisru", "dyt", "linear")
+    counts = sorted({row.get("witnesses", 0) for row in rows})
     lines = [
         "| all 13 norms replaced by | witnesses, at most | calibrated, no training | constants "
         "refined together |",
         "|---|---|---|---|",
     ]
-    for count in sorted({row.get("witnesses", 0) for row in measured}):
-        for layer in dict.fromkeys(row["layer"] for row in measured):
-            rows = [
-                row for row in measured if (row["layer"], row.get("witnesses", 0)) == (layer, count)
-            ]
-            if not rows:
-                continue
-            cells = (
-                _with_worst([row for row in rows if row["stage"] == stage]) for stage in STAGES
-            )
-            lines.append(f"| {NAMES[layer]} | {count} | {' | '.join(cells)} |")
+    for count in counts:
+        for layer in layers:
+            rows_of_layer = select(rows, layer=layer, witnesses=count)
+            if rows_of_layer:
+                cells = [_with_worst(select(rows_of_layer, stage=stage)) for stage in STAGES]
+                lines.append(f"| {NAMES[layer]} | {count} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def decoder_table() -> str:
-    """One row per stage of SmolLM2: for each kind of text the growth of the loss, the divergence and the agreement."""
+    """Return one row per stage of SmolLM2: the loss, divergence and agreement on each kind of text."""
     kinds = ("docstrings", "reference")
     lines = [
         f"| stage | witnesses | tokens of training | {' | '.join(kinds)} | greedy tokens |",
         "|---|---|---|---|---|---|",
     ]
     for row in load("decoder")["rows"]:
-        cells = [
-            f"{row[kind]['loss_difference']:+z.3f} / {row[kind]['kl']:.3f} / "
-            f"{row[kind]['agreement']:.0%}"
-            for kind in kinds
-        ]
-        begin = f"| {row['stage']} | {row['witnesses'] or ''} | {row['tokens']:,} |"
-        lines.append(f"{begin} {' | '.join(cells)} | {row['greedy']['equal']:.0%} |")
+        cells = [row["stage"], str(row["witnesses"] or ""), f"{row['tokens']:,}"]
+        for kind in kinds:
+            figures = row[kind]
+            cells.append(
+                f"{figures['loss_difference']:+z.3f} / {figures['kl']:.3f} / "
+                f"{figures['agreement']:.0%}"
+            )
+        cells.append(f"{row['greedy']['equal']:.0%}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def draws_table() -> str:
-    """One row per size of the calibration text: the divergence over the draws, for each kind of text."""
+    """Return one row per size of the calibration text: the divergence over the draws, per kind of text."""
     rows = load("draws")["rows"]
     kinds = ("docstrings", "reference", "licences", "random tokens")
     lines = [
@@ -213,16 +227,19 @@ def draws_table() -> str:
     ]
     for blocks in draws.SIZES:
         summaries = [draws.summary(rows, blocks, kind) for kind in kinds]
-        if summaries[0]["draws"]:
-            cells = [
-                f"{s['mean']:.2f} ± {s['noise']:.2f}, worst {s['worst']:.2f}" for s in summaries
-            ]
-            lines.append(f"| {blocks} | {summaries[0]['draws']} | {' | '.join(cells)} |")
+        count = summaries[0]["draws"]
+        if not count:
+            continue
+        cells = []
+        for summary in summaries:
+            spread = f"{summary['mean']:.2f} ± {summary['noise']:.2f}"
+            cells.append(f"{spread}, worst {summary['worst']:.2f}")
+        lines.append(f"| {blocks} | {count} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def explained_table() -> str:
-    """One row per function: the share of the outputs of 25 norms that it explains."""
+    """Return one row per function: the share of the outputs of 25 norms that it explains."""
     document = load("explained")
     lines = [
         "| function | fitted | explained, mean of the norms | at the worst norm |",
@@ -231,14 +248,14 @@ def explained_table() -> str:
     for row in document["rows"]:
         name = "any function" if row["function"] == "any" else row["function"]
         lines.append(f"| {name} | {row['constants']} | {row['mean']:.1%} | {row['least']:.1%} |")
-    for fitted, part in document["reported"].items():
-        lines.append(f"| evolved (2605.14047, a ViT-B) | {fitted} | {part:.1%} | |")
+    for constants, share in document["reported"].items():
+        lines.append(f"| evolved (2605.14047, a ViT-B) | {constants} | {share:.1%} | |")
     return "\n".join(lines)
 
 
 def untrained_table() -> str:
-    """One row per number of witnesses of the decoder: what it loses on each kind of text."""
-    rows = [row for row in load("untrained")["rows"] if row["model"] == "smollm2"]
+    """Return one row per number of witnesses of the decoder: its loss on each kind of text."""
+    rows = select(load("untrained")["rows"], model="smollm2")
     facts = ("model", "witnesses", "means_folded", "seconds", "made_with")
     kinds = [name for name in rows[0] if name not in facts]
     lines = [f"| witnesses | {' | '.join(kinds)} |", "|---|" + "---|" * len(kinds)]
@@ -255,7 +272,8 @@ def untrained_table() -> str:
 
 
 def untrained_others_table() -> str:
-    """One row per model and number of witnesses: images and speech."""
+    """Return one row per number of witnesses of the other models."""
+    names = {"minilm": "all-MiniLM-L6-v2", "dinov2": "DINOv2-small"}
     lines = [
         "| model | witnesses | means folded | cosine, mean / worst | same neighbour | same words | "
         "same likeliest token | KL (worst token) |",
@@ -264,7 +282,7 @@ def untrained_others_table() -> str:
     for row in load("untrained")["rows"]:
         begin = f"{row['witnesses']} | {row.get('means_folded', 0)}"
         if "cosine_mean" in row:
-            name = {"minilm": "all-MiniLM-L6-v2", "dinov2": "DINOv2-small"}[row["model"]]
+            name = names[row["model"]]
             if row.get("refined"):
                 name += f", {row['refined']} steps of refinement"
             cosines = f"{row['cosine_mean']:.4f} / {row['cosine_min']:.3f}"
@@ -277,22 +295,22 @@ def untrained_others_table() -> str:
 
 
 def speech_table() -> str:
-    """One row per stage of Whisper: its words and likeliest tokens beside the original's, and the right words."""
-    found = load("speech")
+    """Return one row per stage of Whisper: how far it agrees with the original, and with the speech."""
+    rows = load("speech")["rows"]
     lines = [
         "| stage | files heard | same words | same likeliest token | KL | correct words |",
         "|---|---|---|---|---|---|",
-        f"| the original | | | | | {found['rows'][0]['words_right_original']:.1%} |",
+        f"| the original | | | | | {rows[0]['words_right_original']:.1%} |",
     ]
-    for row in found["rows"]:
-        shares = " | ".join(f"{row[name]:.1%}" for name in ("word_agreement", "agreement"))
+    for row in rows:
+        shares = f"{row['word_agreement']:.1%} | {row['agreement']:.1%}"
         figures = f"{shares} | {row['kl']:.2f} | {row['words_right']:.1%}"
         lines.append(f"| {row['stage']} | {row['files']} | {figures} |")
     return "\n".join(lines)
 
 
 def images_table() -> str:
-    """One row per conversion of DINOv2, and the original on moved photographs: how far embeddings are from its own."""
+    """Return one row per conversion of DINOv2, and one for the original on moved photographs."""
     lines = [
         "| refined, steps | distilled, steps | cosine: mean | median | worst | rank correlation of "
         "all pairs "
@@ -303,74 +321,76 @@ def images_table() -> str:
     original = {
         "refined": "the original, on photographs moved by one pixel",
         "steps": "",
-    } | document["moved"]
+        **document["moved"],
+    }
     for row in (*document["rows"], original):
-        figures = (
-            f"{row[name]:.3f}"
-            for name in ("cosine_mean", "cosine_median", "cosine_min", "spearman")
-        )
-        lines.append(
-            f"| {row['refined']} | {row['steps']} | {' | '.join(figures)} | "
-            f"{row['neighbours']:.0%} |"
-        )
+        cells = [str(row["refined"]), str(row["steps"])]
+        for name in ("cosine_mean", "cosine_median", "cosine_min", "spearman"):
+            cells.append(f"{row[name]:.3f}")
+        cells.append(f"{row['neighbours']:.0%}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _with_worst(rows: list[dict[str, Any]]) -> str:
-    """Mean cosine / worst text of any seed / mean Spearman."""
+def _with_worst(rows: list[Row]) -> str:
+    """Return the mean cosine, the worst text of any seed, and the mean Spearman."""
     if not rows:
         return "not run"
-    cosine, ranks = (mean(row[name] for row in rows) for name in ("cosine", "spearman"))
-    return f"{cosine:.4f} / {min(row['worst'] for row in rows):.3f} / {ranks:.4f}"
+    cosine = mean(row["cosine"] for row in rows)
+    worst = min(row["worst"] for row in rows)
+    rank = mean(row["spearman"] for row in rows)
+    return f"{cosine:.4f} / {worst:.3f} / {rank:.4f}"
 
 
 def distillation_tables() -> str:
-    """One table per model and number of steps, one row per recipe, one column per kind of text."""
+    """Return a table per model and number of steps: one row per recipe, one column per kind of text."""
     document = load("distillation")
-    titles = {kind: kind for kind in ("docstrings", "code", "reference")}
-    titles |= {library: f"docstrings of {library}" for library in ("torch.nn", "numpy", "sympy")}
+    titles = {
+        "docstrings": "docstrings",
+        "code": "code",
+        "reference": "reference",
+        "torch.nn": "docstrings of torch.nn",
+        "numpy": "docstrings of numpy",
+        "sympy": "docstrings of sympy",
+    }
     blocks = []
-    for model, steps in sorted({(row["model"], row["steps"]) for row in document["rows"]}):
-        mine = [row for row in document["rows"] if (row["model"], row["steps"]) == (model, steps)]
-        lines = [f"**{document['models'][model]}; {steps:,} steps**", ""]
-        kinds = [kind for kind in titles if any(kind in row for row in mine)]
-        lines += [
-            f"| recipe | {' | '.join(titles[kind] for kind in kinds)} |",
+    keys = {(row["model"], row["steps"]) for row in document["rows"]}
+    for model, steps in sorted(keys):
+        rows = select(document["rows"], model=model, steps=steps)
+        show = _with_worst if model == "encoder" else _nats
+        names = set().union(*rows)
+        kinds = [kind for kind in titles if kind in names]
+        heads = [titles[kind] for kind in kinds]
+        lines = [
+            f"**{document['models'][model]}; {steps:,} steps**",
+            "",
+            f"| recipe | {' | '.join(heads)} |",
             "|---" * (len(kinds) + 1) + "|",
         ]
-        show = _with_worst if model == "encoder" else _nats
-        for recipe in dict.fromkeys(row["recipe"] for row in mine):
-            rows = [row for row in mine if row["recipe"] == recipe]
-            lines.append(
-                f"| {recipe} | "
-                f"{' | '.join(show([row[kind] for row in rows if kind in row]) for kind in kinds)} "
-                "|"
-            )
+        for rows_of_recipe in grouped(rows, "recipe"):
+            cells = [rows_of_recipe[0]["recipe"]]
+            for kind in kinds:
+                cells.append(show([row[kind] for row in rows_of_recipe if kind in row]))
+            lines.append(f"| {' | '.join(cells)} |")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
 def paper_table() -> str:
-    """The fits of section 4 beside the paper's printed values."""
+    """Return the fits of section 4 and the paper's printed values."""
     document = load("paper")
-    printed = document["paper"]
+    constants = {"DyT": "alpha", "DyISRU": "beta", "Derf": "alpha", "linear": "slope"}
+    not_printed = {"constant": "", "mean_absolute_residual": ""}
     lines = [
         "| function | constant | in the paper | mean absolute residual | in the paper |",
         "|---|---|---|---|---|",
     ]
-    for name, constant in (
-        ("DyT", "alpha"),
-        ("DyISRU", "beta"),
-        ("Derf", "alpha"),
-        ("linear", "slope"),
-    ):
-        fit, theirs = (
-            document["fits"][name],
-            printed.get(name, {"constant": "", "mean_absolute_residual": ""}),
-        )
+    for name, constant in constants.items():
+        fit = document["fits"][name]
+        printed = document["paper"].get(name, not_printed)
         lines.append(
-            f"| {name} | {constant} = {fit[constant]:.8g} | {theirs['constant']} | "
-            f"{fit['mean_absolute_residual']:.6g} | {theirs['mean_absolute_residual']} |"
+            f"| {name} | {constant} = {fit[constant]:.8g} | {printed['constant']} | "
+            f"{fit['mean_absolute_residual']:.6g} | {printed['mean_absolute_residual']} |"
         )
     form = document["closed_form"]
     exact = f"m = {form['center']:.5f}, C v = {form['beta']:.8g}"
@@ -379,20 +399,20 @@ def paper_table() -> str:
 
 
 def generality() -> str:
-    """The result of a thousand samples, in the words of ``dynorm paper``."""
-    sentences = re.split(r"(?<=[.:]) (?=[A-Z])", load("paper")["generality"]["verdict"])
-    return "\n".join(
-        "\n".join(wrap(f"- {each}", 118, break_on_hyphens=False, subsequent_indent="  "))
-        for each in sentences
-    )
+    """Return the result of a thousand samples, in the words of ``dynorm paper``."""
+    lines: list[str] = []
+    for sentence in re.split(r"(?<=[.:]) (?=[A-Z])", load("paper")["generality"]["verdict"]):
+        lines += wrap(f"- {sentence}", 118, break_on_hyphens=False, subsequent_indent="  ")
+    return "\n".join(lines)
 
 
 def inspection_table() -> str:
-    """Section 4 on two models: one row per norm."""
+    """Return the comparison of section 4 on two models: one row per norm."""
     blocks = []
     for name, report in load("inspection")["models"].items():
         summary = report["summary"]
-        best, core = summary["outliers_best"], summary["core_best"]
+        best = summary["outliers_best"]
+        core = summary["core_best"]
         lines = [
             f"**{name}**: DyISRU's residual is below DyT's at {summary['holds']} of "
             f"{summary['sites']} norms; smallest "
@@ -406,87 +426,100 @@ def inspection_table() -> str:
             "| all channels: linear | DyT | DyISRU |",
             "|---|---|---|---|---|---|---|---|---|",
         ]
-        lines += [
-            f"| `{site['path']}` | {site['outlier']:.1f} | {site['sigma_spread']:.2f} | "
-            f"{_three(site['outliers']['residuals'])} | {_three(site['core']['errors'])} |"
-            for site in report["sites"]
-        ]
+        for site in report["sites"]:
+            lines.append(
+                f"| `{site['path']}` | {site['outlier']:.1f} | {site['sigma_spread']:.2f} | "
+                f"{_three(site['outliers']['residuals'])} | {_three(site['core']['errors'])} |"
+            )
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
 def speed_machine() -> str:
-    """The machine that the figures of speed were measured on."""
-    return "\n".join(f"{line}  " for line in speed.headline(load("speed")).splitlines()).rstrip()
+    """Return the machine that the figures of speed were measured on."""
+    lines = speed.headline(load("speed")).splitlines()
+    # Two spaces break a line in Markdown.
+    return "  \n".join(lines)
 
 
 def speed_headline() -> str:
     """Return one row per pass and dtype: the ratio of DyISRU and LayerNorm at each size."""
     lines: list[str] = []
     for table in _operation_tables():
-        [row] = [row for row in table.rows if row[0] == "DyISRU"]
+        by_name = {row[0]: row for row in table.rows}
         if not lines:
             columns = ["DyISRU", *table.columns[1:]]
             lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-        # A cell has the time, and in brackets the ratio.
-        ratios = [cell.partition("(")[2].rstrip(")") for cell in row[1:]]
-        lines.append(f"| {table.title} | {' | '.join(ratios)} |")
+        cells = [table.title]
+        for text in by_name["DyISRU"][1:]:
+            # The ratio follows the time in brackets.
+            _, _, ratio = text.partition("(")
+            cells.append(ratio.rstrip(")"))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def speed_ratios() -> str:
-    """The ratios that matter most."""
+    """Return the ratios that matter most."""
     return _markdown(speed.ratios(load("speed")))
 
 
 def speed_models() -> str:
-    """Whole models."""
+    """Return the times of whole models."""
     return _markdown(speed.models(load("speed")))
 
 
 def speed_operations() -> str:
-    """One table per dtype and pass, for the most threads."""
-    return "\n\n".join(f"**{table.title}**\n\n{_markdown(table)}" for table in _operation_tables())
+    """Return one table per dtype and pass, for the most threads."""
+    blocks = []
+    for table in _operation_tables():
+        blocks += [f"**{table.title}**", _markdown(table)]
+    return "\n\n".join(blocks)
 
 
 def _operation_tables() -> list[speed.Rows]:
     """Return the tables of the passes, for the most threads."""
     document = load("speed")
-    first = document["settings"]["threads"][0]
-    groups = [group for group in document["operations"] if group["threads"] == first]
+    threads = document["settings"]["threads"][0]
+    groups = select(document["operations"], threads=threads)
     return speed.operation_tables(document | {"operations": groups})
 
 
 def steps_table() -> str:
-    """A training step's time over that with norms, one column per model and number of threads."""
+    """Return the time of a training step over that with norms, per model and number of threads."""
     document = load("steps")
     rows = document["rows"]
-    heads = [
-        f"{'GPT-2' if row['model'] == 'gpt2' else 'Llama'}, {row['threads']} threads"
-        for row in rows
-    ]
-    heads = [head.replace(", 1 threads", ", 1 thread") for head in heads]
-    norms = (f"{row['milliseconds'][row['norm']][0]:.0f} ms" for row in rows)
+    names = {"gpt2": "GPT-2", "llama": "Llama"}
+    heads = []
+    norms = []
+    for row in rows:
+        threads = "1 thread" if row["threads"] == 1 else f"{row['threads']} threads"
+        heads.append(f"{names[row['model']]}, {threads}")
+        milliseconds = row["milliseconds"][row["norm"]]
+        norms.append(f"{milliseconds[0]:.0f} ms")
     lines = [
         f"| | {' | '.join(heads)} |",
         "|---" * (len(rows) + 1) + "|",
         f"| with its norms | {' | '.join(norms)} |",
     ]
     for name in rows[0]["over_norm"]:
-        cells = ("{:.2f} ({:.2f} to {:.2f})".format(*row["over_norm"][name]) for row in rows)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    load_, rounds = document["load"], rows[0]["rounds"]
+        cells = [name]
+        for row in rows:
+            median, lower, upper = row["over_norm"][name]
+            cells.append(f"{median:.2f} ({lower:.2f} to {upper:.2f})")
+        lines.append(f"| {' | '.join(cells)} |")
+    load_average = document["load"]
     note = (
         "Time of a step over that of the same model with its norms in the same rounds: median and "
-        "quartiles of "
-        f"{rounds}. "
-        f"Load average {load_['before'][0]:.1f} before, {load_['after'][0]:.1f} after."
+        f"quartiles of {rows[0]['rounds']}. "
+        f"Load average {load_average['before'][0]:.1f} before, "
+        f"{load_average['after'][0]:.1f} after."
     )
     return "\n".join([*lines, "", *wrap(note, 118, break_on_hyphens=False)])
 
 
 def auto_table() -> str:
-    """What ``to="auto"`` leaves of the norms of a real encoder, and of the quality."""
+    """Return the norms of a real encoder that ``to="auto"`` leaves, and the quality."""
     document = load("auto")
     lines = [
         "| layers | linear | linear with witnesses | DyISRU | norms left | Spearman, calibrated | "
@@ -496,26 +529,28 @@ def auto_table() -> str:
     for row in document["calibrated"]:
         tolerance = row["tolerance"]
         name = "DyISRU, four witnesses" if tolerance is None else f"auto, tolerance {tolerance:g}"
-        alike = [
-            each
-            for each in document["distilled"]
-            if (each["to"], each.get("tolerance")) == (row["to"], tolerance)
+        trained = []
+        for distilled in select(document["distilled"], to=row["to"], tolerance=tolerance):
+            if distilled["steps"]:
+                length = f"{distilled['steps']:,} steps"
+            else:
+                length = f"{distilled['minutes']:g} minutes"
+            trained.append(f"{distilled['spearman']:.4f} ({length})")
+        cells = [
+            name,
+            str(row["linear"]),
+            str(row["linear with witnesses"]),
+            str(row["dyisru"]),
+            str(row["linear with witnesses"] + row["dyisru"]),
+            f"{row['spearman']:.4f}",
+            ", ".join(trained) or "not run",
         ]
-        spans = (
-            f"{each['steps']:,} steps" if each["steps"] else f"{each['minutes']:g} minutes"
-            for each in alike
-        )
-        trained = (
-            f"{each['spearman']:.4f} ({span})" for each, span in zip(alike, spans, strict=True)
-        )
-        counts = [row[kind] for kind in ("linear", "linear with witnesses", "dyisru")]
-        cells = [name, *map(str, counts), str(sum(counts[1:])), f"{row['spearman']:.4f}"]
-        lines.append(f"| {' | '.join([*cells, ', '.join(trained) or 'not run'])} |")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def encrypted_table() -> str:
-    """Time, levels and error of what may stand at a norm under encryption."""
+    """Return time, levels and error of the functions that can replace a norm under encryption."""
     document = load("encrypted")
     lines = [
         "| site | function | levels | milliseconds, smallest ring | one ring for all | error |",
@@ -527,61 +562,69 @@ def encrypted_table() -> str:
         times = f"{row['milliseconds']:,.1f} | {row['milliseconds_in_one_ring']:,.1f}"
         name = words.get(row["function"], row["function"])
         lines.append(f"| {site} | {name} | {row['levels']} | {times} | {row['error']:.4f} |")
-    most, load_ = max(row["error_of_encryption"] for row in document["rows"]), document["load"][0]
+    most = max(row["error_of_encryption"] for row in document["rows"])
     note = (
         "The error is against the norm, over the spread of its outputs on held-out tokens. That of "
-        "the encryption is "
-        f"at most {most:.1e}. Load average {load_:.1f}."
+        f"the encryption is at most {most:.1e}. Load average {document['load'][0]:.1f}."
     )
     return "\n".join([*lines, "", *wrap(note, 118, break_on_hyphens=False)])
 
 
 def memory_table() -> str:
-    """One row per stage: the bytes per unit, the check on a small model, and a large model scaled from it."""
-    found, large = load("memory"), memory.terms(memory.LARGE)
+    """Return one row per stage: bytes per unit, the check on a small model, and a scaled large model."""
+    document = load("memory")
+    large = memory.terms(memory.LARGE)
     lines = [
         "| bytes | per parameter | per token, layer and channel | per token and word "
         "| check: formula / measured, GiB | 8 B, scaled: one process | each of eight, sharded "
         "|",
         "|---|---|---|---|---|---|---|",
     ]
-    for stage, per in found["bytes"].items():
-        parts = [count * each for count, each in zip(large, per.values(), strict=True)]
+    for stage, bytes_per_unit in document["bytes"].items():
+        cells = []
+        parts = []
+        for units, unit_bytes in zip(large, bytes_per_unit.values(), strict=True):
+            cells.append(f"{unit_bytes:.1f}")
+            parts.append(units * unit_bytes)
+        check = document["check"][stage]
+        cells.append(f"{check['formula'] / 2**30:.2f} / {check['measured'] / 2**30:.2f}")
+        # The first part is the parameters, which these stages shard.
         ranks = 8 if stage in ("train", "distill") else 1
-        check = [f"{found['check'][stage][name] / 2**30:.2f}" for name in ("formula", "measured")]
-        cells = [*(f"{each:.1f}" for each in per.values()), " / ".join(check)]
-        cells += [
-            f"{sum(parts) / 2**30:.0f} GiB",
-            f"{(parts[0] / ranks + sum(parts[1:])) / 2**30:.0f} GiB",
-        ]
+        sharded = parts[0] / ranks + sum(parts[1:])
+        cells.append(f"{sum(parts) / 2**30:.0f} GiB")
+        cells.append(f"{sharded / 2**30:.0f} GiB")
         name = "train once, for comparison" if stage == "train" else stage
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    ratios = [row["distill"] / row["train"] for row in found["small"]]
+    ratios = [row["distill"] / row["train"] for row in document["small"]]
     times = f"{min(ratios):.2f} to {max(ratios):.2f} times"
-    return "\n".join(
-        [*lines, "", f"On the four Llamas distillation needs {times} the memory of training once."]
-    )
+    note = f"On the four Llamas distillation needs {times} the memory of training once."
+    return "\n".join([*lines, "", note])
 
 
 def _markdown(table: speed.Rows) -> str:
-    head, *rows = (f"| {' | '.join(cells)} |" for cells in (table.columns, *table.rows))
+    lines = [f"| {' | '.join(table.columns)} |", "|---" * len(table.columns) + "|"]
+    for cells in table.rows:
+        lines.append(f"| {' | '.join(cells)} |")
     note = "\n".join(wrap(table.note, 118, break_on_hyphens=False))
-    return "\n".join([head, "|---" * len(table.columns) + "|", *rows, "", note])
+    return "\n".join([*lines, "", note])
 
 
 def _nats(rows: list[dict[str, float]]) -> str:
-    """Growth of the next token's loss / divergence from the original, means over the seeds."""
-    more = [row["nats"] - row["original_nats"] for row in rows]
-    apart = f"{mean(row['divergence'] for row in rows):.4f}"
-    spread = f" ± {_half_range(more):.4f}" if len(rows) > 1 else ""
-    return f"{mean(more):+.4f}{spread} / {apart}"
+    """Return the growth of the loss and the divergence from the original, means over the seeds."""
+    growths = [row["nats"] - row["original_nats"] for row in rows]
+    divergence = mean(row["divergence"] for row in rows)
+    spread = f" ± {_half_range(growths):.4f}" if len(rows) > 1 else ""
+    return f"{mean(growths):+.4f}{spread} / {divergence:.4f}"
 
 
 def _three(values: dict[str, float]) -> str:
-    """Cells of the three functions, the least in bold."""
-    least = min(values.values())
-    cells = (f"{values[name]:.3f}" for name in ("linear", "dyt", "dyisru"))
-    return " | ".join(f"**{cell}**" if cell == f"{least:.3f}" else cell for cell in cells)
+    """Return the cells of the three functions, the least in bold."""
+    least = f"{min(values.values()):.3f}"
+    cells = []
+    for name in ("linear", "dyt", "dyisru"):
+        text = f"{values[name]:.3f}"
+        cells.append(f"**{text}**" if text == least else text)
+    return " | ".join(cells)
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
@@ -623,19 +666,21 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def renewed(page: str) -> str:
-    """Return the text of a page with its tables as the results say."""
+    """Return the text of a page with its tables made from the results."""
     text = (ROOT / page).read_text("utf-8")
     for name, table in PAGES[page].items():
-        before, rest = text.split(START.format(name=name))
+        start = START.format(name=name)
+        before, rest = text.split(start)
         _, after = rest.split(END, 1)
-        text = f"{before}{START.format(name=name)}\n{table()}\n{END}{after}"
+        text = f"{before}{start}\n{table()}\n{END}{after}"
     return text
 
 
 def _mean(values: list[float]) -> str:
-    """Mean and half the range, with a digit more where the seeds are that close."""
-    digits = 4 if _half_range(values) < 0.0005 else 3
-    return f"{mean(values):.{digits}f} ± {_half_range(values):.{digits}f}"
+    """Return the mean and half the range, with one more digit if the seeds are that close."""
+    half_range = _half_range(values)
+    digits = 4 if half_range < 0.0005 else 3
+    return f"{mean(values):.{digits}f} ± {half_range:.{digits}f}"
 
 
 def _half_range(values: list[float]) -> float:

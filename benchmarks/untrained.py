@@ -1,4 +1,4 @@
-"""Convert four models without training, by the number of witnesses: MiniLM, SmolLM2, DINOv2 and Whisper.
+"""Measure the loss of four models that are converted without training, by the number of witnesses.
 
 ``python -m benchmarks.untrained MODEL --witnesses 128`` calibrates a copy of the model, measures it
 on held-out samples, and adds a row to benchmarks/results/untrained.json. MODEL is minilm, smollm2,
@@ -51,10 +51,17 @@ Measure = Callable[[nn.Module], Row]
 
 @dataclass
 class Subject:
-    """A model, the batches to calibrate on, those to refine on, and the measure on others."""
+    """A model with its data.
+
+    Args:
+        model: the original.
+        to_fit: the batches to calibrate on.
+        measure: a function that returns the figures of a converted model on held-out samples.
+        to_refine: the batches to refine on; those to calibrate on by default.
+    """
 
     model: nn.Module
-    batches: Batches
+    to_fit: Batches
     measure: Measure
     to_refine: Batches | None = None
 
@@ -74,9 +81,11 @@ def minilm() -> Subject:
         return rounded(output, "cosine_mean", "cosine_min", "spearman", "neighbours")
 
     first = ENCODER.calibration
-    to_fit = make_batches(texts.pretrained, texts.encoded[:first], BATCH, 0)
-    after = texts.encoded[first : first + REFINE * BATCH]
-    return Subject(original, to_fit, measure, make_batches(texts.pretrained, after, BATCH, 0))
+    texts_to_fit = texts.encoded[:first]
+    texts_to_refine = texts.encoded[first : first + REFINE * BATCH]
+    to_fit = make_batches(texts.pretrained, texts_to_fit, BATCH, 0)
+    to_refine = make_batches(texts.pretrained, texts_to_refine, BATCH, 0)
+    return Subject(original, to_fit, measure, to_refine)
 
 
 def smollm2() -> Subject:
@@ -84,10 +93,14 @@ def smollm2() -> Subject:
     decoder = Decoder()
     pretrained = decoder.pretrained
     tests = dict(decoder.tests)
-    for kind, texts in (("packages", _packages()), ("C headers", _headers())):
-        tests[kind] = make_batches(pretrained, encode(pretrained, texts, LENGTH)[:MEASURED], 4)
-    for kind, texts in (("reference, long", reference()), ("packages, long", _packages())):
-        tests[kind] = make_batches(pretrained, encode(pretrained, list(texts), LONG)[:1], 1)
+    short_kinds = {"packages": _packages(), "C headers": _headers()}
+    for kind, texts in short_kinds.items():
+        blocks = encode(pretrained, texts, LENGTH)[:MEASURED]
+        tests[kind] = make_batches(pretrained, blocks, 4)
+    long_kinds = {"reference, long": reference(), "packages, long": _packages()}
+    for kind, texts in long_kinds.items():
+        blocks = encode(pretrained, texts, LONG)[:1]
+        tests[kind] = make_batches(pretrained, blocks, 1)
 
     def measure(model: nn.Module) -> Row:
         figures: Row = {}
@@ -106,8 +119,11 @@ def smollm2() -> Subject:
 
 def _packages() -> list[str]:
     """Return the descriptions of Debian's installed packages, shuffled."""
-    entries = Path("/var/lib/dpkg/status").read_text().split("\n\n")
-    texts = [entry.split("\nDescription: ")[1] for entry in entries if "\nDescription: " in entry]
+    texts = []
+    for entry in Path("/var/lib/dpkg/status").read_text().split("\n\n"):
+        parts = entry.split("\nDescription: ")
+        if len(parts) > 1:
+            texts.append(parts[1])
     return random.Random(5).sample(texts, len(texts))
 
 
@@ -122,11 +138,13 @@ def dinov2() -> Subject:
     """Return the encoder of images, on crops of photographs."""
     pretrained = load_pretrained(folder("dinov2"))
     readable, _ = find_images([pictures.gather(Path("build/pictures"))])
-    inputs = image_inputs(pretrained, *split_texts(readable, HELD_OUT_IMAGES, 0, "images"), {})
+    parts = split_texts(readable, HELD_OUT_IMAGES, 0, "images")
+    inputs = image_inputs(pretrained, *parts, {})
     original = copy.deepcopy(pretrained.model)
 
     def measure(model: nn.Module) -> Row:
-        output = compare(model, original, inputs.batches(inputs.held_out, IMAGES.batch))
+        held_out = inputs.batches(inputs.held_out, IMAGES.batch)
+        output = compare(model, original, held_out)
         return rounded(output, "cosine_mean", "cosine_min", "neighbours")
 
     return Subject(original, _to_fit(inputs, IMAGES), measure)
@@ -141,18 +159,19 @@ def whisper() -> Subject:
     inputs = audio_inputs(listener, *split_audio(clips, HELD_OUT_FILES), {})
 
     def transcripts(model: nn.Module) -> list[str]:
-        lines = []
+        texts = []
         for part in inputs.batches(inputs.held_out, AUDIO.batch).parts:
             for ids in listener.write(model, listener.batch(part)):
-                lines.append(listener.text(ids))
-        return lines
+                texts.append(listener.text(ids))
+        return texts
 
     before = transcripts(original)
 
     def measure(model: nn.Module) -> Row:
-        output = compare(model, original, inputs.batches(inputs.held_out, AUDIO.batch))
+        held_out = inputs.batches(inputs.held_out, AUDIO.batch)
+        output = compare(model, original, held_out)
         return {
-            "word_agreement": agreement(zip(transcripts(model), before, strict=True)),
+            "word_agreement": agreement(transcripts(model), before),
             "kl": round(output.kl or 0.0, 4),
             "kl_worst_token": round(output.kl_worst or 0.0, 2),
             "agreement": round(output.agreement or 0.0, 4),
@@ -169,7 +188,11 @@ SUBJECTS = {"minilm": minilm, "smollm2": smollm2, "dinov2": dinov2, "whisper": w
 
 
 def rows(
-    name: str, subject: Subject, witnesses: int, fold_means: bool, refine: int
+    name: str,
+    subject: Subject,
+    witnesses: int,
+    fold_means: bool,
+    refine: int,
 ) -> Iterator[Row]:
     """Convert a copy and yield its figures, and those after steps of refinement if there are any."""
     model = copy.deepcopy(subject.model)
@@ -177,8 +200,8 @@ def rows(
     started = time.perf_counter()
     means = None
     if fold_means:
-        means = fold_means_(model, next(iter(subject.batches)))
-    calibrate(model, subject.batches, recipe)
+        means = fold_means_(model, next(iter(subject.to_fit)))
+    calibrate(model, subject.to_fit, recipe)
     about = {
         "model": name,
         "witnesses": witnesses,
@@ -188,7 +211,8 @@ def rows(
     yield {**about, "seconds": seconds, **subject.measure(model)}
     if refine:
         started = time.perf_counter()
-        dynorm.refine_(model, subject.to_refine or subject.batches, steps=refine)
+        batches = subject.to_refine or subject.to_fit
+        dynorm.refine_(model, batches, steps=refine)
         seconds += round(time.perf_counter() - started)
         yield {**about, "refined": refine, "seconds": seconds, **subject.measure(model)}
 
@@ -197,28 +221,28 @@ def main() -> None:
     """Measure one row for each number of witnesses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=SUBJECTS)
-    parser.add_argument("--witnesses", type=int, nargs="+", default=[128], help="per layer")
+    parser.add_argument(
+        "--witnesses", type=int, nargs="+", default=[128], help="most witnesses per layer"
+    )
     parser.add_argument("--keep-means", action="store_true", help="do not fold the means first")
     parser.add_argument("--refine", type=int, default=0, help="steps of refinement")
     arguments = parser.parse_args()
     subject = SUBJECTS[arguments.model]()
-    order = list(SUBJECTS).index
     for count in arguments.witnesses:
-        for figures in rows(
-            arguments.model, subject, count, not arguments.keep_means, arguments.refine
-        ):
-            add_rows(
-                RESULTS,
-                ABOUT,
-                [figures],
-                order=lambda row: (
-                    order(row["model"]),
-                    row["witnesses"],
-                    row.get("means_folded", 0),
-                    row.get("refined", 0),
-                ),
-            )
-            print(json.dumps(figures), flush=True)
+        new_rows = rows(arguments.model, subject, count, not arguments.keep_means, arguments.refine)
+        for row in new_rows:
+            add_rows(RESULTS, ABOUT, [row], order=place)
+            print(json.dumps(row), flush=True)
+
+
+def place(row: Row) -> tuple[int, ...]:
+    """Return the key to sort rows by."""
+    return (
+        list(SUBJECTS).index(row["model"]),
+        row["witnesses"],
+        row.get("means_folded", 0),
+        row.get("refined", 0),
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Bytes on the wire of a Llama layer under tensor parallel, counted: ``python -m benchmarks.wire``, half a minute.
+"""Count the bytes that a tensor-parallel Llama layer sends: ``python -m benchmarks.wire``, half a minute.
 
-The layer has its real shapes, on the meta device and a group of fake processes: DTensor issues
+The layer has its real shapes, on the meta device and a group of fake processes. DTensor issues
 every collective as it would on GPUs, and each is recorded with the size of its tensors. Nothing is
 computed and nothing is sent. The bytes of a rank follow from the rings that libraries use: (n - 1) /
-n of the whole tensor for a gather or a reduce-scatter, twice that for an all-reduce.
+n of the full tensor for a gather or a reduce-scatter, twice that for an all-reduce.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,11 +44,21 @@ import dynorm
 from dynorm.parallel import PointwiseParallel
 
 ROOT = Path(__file__).parent.parent
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "wire.json", ROOT / "docs" / "parallel.md"
+RESULTS = ROOT / "benchmarks" / "results" / "wire.json"
+PAGE = ROOT / "docs" / "parallel.md"
+Row = dict[str, Any]
 
 
 class Shape(NamedTuple):
-    """A Llama: channels, heads, key-value heads, width of the MLP, number of layers."""
+    """The shape of a Llama.
+
+    Args:
+        channels: channels of the residual stream.
+        heads: heads of queries.
+        groups: heads of keys and values.
+        hidden: width of the MLP.
+        layers: number of layers.
+    """
 
     channels: int
     heads: int
@@ -56,48 +67,63 @@ class Shape(NamedTuple):
     layers: int
 
 
-MODELS = {"Llama 8B": Shape(4096, 32, 8, 14336, 32), "Llama 70B": Shape(8192, 64, 8, 28672, 80)}
+MODELS = {
+    "Llama 8B": Shape(
+        channels=4096,
+        heads=32,
+        groups=8,
+        hidden=14336,
+        layers=32,
+    ),
+    "Llama 70B": Shape(
+        channels=8192,
+        heads=64,
+        groups=8,
+        hidden=28672,
+        layers=80,
+    ),
+}
 RANKS = (2, 4, 8)
-# (sequences, tokens of each): a training step, and a step of decoding.
+# The sequences and the tokens of each: a training step, and a step of decoding.
 PHASES = {"training": (1, 4096), "decoding": (64, 1)}
 
 
 class RMSNorm(nn.Module):
-    """As transformers' Llama has it: statistics in float32."""
+    """The norm of transformers' Llama, with statistics in float32."""
 
     def __init__(self, channels: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(channels)), eps
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last axis."""
         z = x if x.dtype == torch.float64 else x.float()
-        return self.weight * (z * torch.rsqrt(z.pow(2).mean(-1, keepdim=True) + self.eps)).to(
-            x.dtype
-        )
+        mean_square = z.pow(2).mean(-1, keepdim=True)
+        normalized = z * torch.rsqrt(mean_square + self.eps)
+        return self.weight * normalized.to(x.dtype)
 
 
 class ReducedRMSNorm(RMSNorm):
-    """The least that an RMSNorm on sharded channels can do: one number per token is summed, and one on the way back."""
+    """An RMSNorm on sharded channels with the least communication: one number per token and direction."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last axis, sharded."""
+        """Normalize the last axis, which is sharded."""
         assert isinstance(x, DTensor)
         assert isinstance(self.weight, DTensor)
         local = x.to_local()
         z = local if local.dtype == torch.float64 else local.float()
-        squares = DTensor.from_local(
-            z.square().sum(-1, keepdim=True), x.device_mesh, [Partial()], run_check=False
-        )
-        total = squares.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        y = self.weight.to_local() * (z * torch.rsqrt(total / x.shape[-1] + self.eps)).to(
-            local.dtype
-        )
+        local_sum = z.square().sum(-1, keepdim=True)
+        partial_sum = DTensor.from_local(local_sum, x.device_mesh, [Partial()], run_check=False)
+        replicated = partial_sum.redistribute(placements=[Replicate()])
+        total = replicated.to_local(grad_placements=[Partial()])
+        normalized = z * torch.rsqrt(total / x.shape[-1] + self.eps)
+        y = self.weight.to_local() * normalized.to(local.dtype)
         return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False)
 
 
 class ChannelSharded(ParallelStyle):
-    """Shards the weight of a norm with its channels."""
+    """Shard the weight of a norm with its channels."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         weight = distribute_tensor(module.weight.detach(), device_mesh, [Shard(0)])
@@ -106,28 +132,27 @@ class ChannelSharded(ParallelStyle):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; each rank has a part of the heads. Rotations would not communicate."""
+    """Grouped-query attention without rotations, which do not communicate; each rank has some heads."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.size = shape.channels // shape.heads
+        self.head_size = shape.channels // shape.heads
+        width = shape.groups * self.head_size
         self.q = nn.Linear(shape.channels, shape.channels, bias=False)
-        self.k, self.v = (
-            nn.Linear(shape.channels, shape.groups * self.size, bias=False) for _ in range(2)
-        )
+        self.k = nn.Linear(shape.channels, width, bias=False)
+        self.v = nn.Linear(shape.channels, width, bias=False)
         self.o = nn.Linear(shape.channels, shape.channels, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend causally."""
-        q, k, v = (
-            each(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
-            for each in (self.q, self.k, self.v)
-        )
-        return self.o(
-            scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            .transpose(1, 2)
-            .flatten(2)
-        )
+        q = self._by_heads(self.q(x))
+        k = self._by_heads(self.k(x))
+        v = self._by_heads(self.v(x))
+        y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+    def _by_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -135,12 +160,14 @@ class MLP(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate, self.up = (nn.Linear(shape.channels, shape.hidden, bias=False) for _ in range(2))
+        self.gate = nn.Linear(shape.channels, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.channels, shape.hidden, bias=False)
         self.down = nn.Linear(shape.hidden, shape.channels, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map each token."""
-        return self.down(silu(self.gate(x)) * self.up(x))
+        gate = silu(self.gate(x))
+        return self.down(gate * self.up(x))
 
 
 class Layer(nn.Module):
@@ -148,8 +175,10 @@ class Layer(nn.Module):
 
     def __init__(self, shape: Shape, norm: type[nn.Module]) -> None:
         super().__init__()
-        self.norm1, self.norm2 = norm(shape.channels), norm(shape.channels)
-        self.attention, self.mlp = Attention(shape), MLP(shape)
+        self.norm1 = norm(shape.channels)
+        self.norm2 = norm(shape.channels)
+        self.attention = Attention(shape)
+        self.mlp = MLP(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """Add attention, then the MLP."""
@@ -158,7 +187,13 @@ class Layer(nn.Module):
 
 
 class Arm(NamedTuple):
-    """How the stream between the blocks is sharded, by which norm, and how the norm is named in a plan."""
+    """One way to shard a layer.
+
+    Args:
+        stream: the placement of the residual stream between the blocks.
+        norm: the norm's class.
+        style: the norm's parallel style; None if it is not parallel.
+    """
 
     stream: Placement
     norm: type[nn.Module]
@@ -175,53 +210,69 @@ ARMS = {
 
 
 def plan(arm: Arm) -> dict[str, ParallelStyle]:
-    """The plan of a layer: inputs of attention and MLP are gathered once, their outputs are reduced."""
-    found: dict[str, ParallelStyle] = {
-        name: ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v")
-    }
-    found |= {name: ColwiseParallel() for name in ("mlp.gate", "mlp.up")}
+    """Return the plan of a layer: inputs of attention and MLP are gathered once, outputs are reduced."""
+    styles: dict[str, ParallelStyle] = {}
+    for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"):
+        styles[name] = ColwiseParallel()
     for part, last in (("attention", "o"), ("mlp", "down")):
-        found[part] = PrepareModuleInput(
+        styles[part] = PrepareModuleInput(
             input_layouts=arm.stream, desired_input_layouts=Replicate()
         )
-        found[f"{part}.{last}"] = RowwiseParallel(
+        styles[f"{part}.{last}"] = RowwiseParallel(
             output_layouts=arm.stream, use_local_output=arm.style is None
         )
-    return found if arm.style is None else found | {"norm1": arm.style(), "norm2": arm.style()}
+    if arm.style is not None:
+        styles["norm1"] = arm.style()
+        styles["norm2"] = arm.style()
+    return styles
+
+
+# Operators of the namespaces below that send nothing.
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 class Wire(TorchDispatchMode):
-    """Records every functional collective: its name and the bytes of the whole tensor."""
+    """Record the name of every functional collective and the bytes of the full tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, int]] = []
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # DTensor comes first, and calls the collectives.
-        if any(issubclass(each, DTensor) for each in types):
+    def __torch_dispatch__(
+        self,
+        op: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        # DTensor's own dispatch comes first, and calls the collectives.
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         out = op(*args, **(kwargs or {}))
         name = op.name().split("::")[-1]
-        if op.namespace in ("_c10d_functional", "_dtensor") and name not in (
-            "wait_tensor",
-            "_wrap_tensor_autograd",
-        ):
-            self.seen.append((name, max(t.numel() * t.element_size() for t in (args[0], out))))
+        is_collective = op.namespace in ("_c10d_functional", "_dtensor")
+        if is_collective and name not in _SILENT:
+            # The input of a reduce-scatter is the full tensor, and the output of a gather.
+            size = max(args[0].nbytes, out.nbytes)
+            self.seen.append((name, size))
         return out
 
 
-_SHARES = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+# How often a ring sends the full tensor, but for one rank's part.
+_PASSES = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
 
 
 def sent(seen: list[tuple[str, int]], ranks: int) -> int:
-    """Bytes that each rank sends, by rings."""
-    return sum(_SHARES[name] * size * (ranks - 1) // ranks for name, size in seen)
+    """Return the bytes that each rank sends, by rings."""
+    total = 0
+    for name, size in seen:
+        total += _PASSES[name] * size * (ranks - 1) // ranks
+    return total
 
 
 @contextmanager
 def fake_ranks(count: int) -> Iterator[DeviceMesh]:
-    """A mesh of so many processes, of which only this one is there."""
+    """Give a mesh of processes that do not exist, except this one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         yield init_device_mesh("cpu", (count,))
@@ -229,8 +280,8 @@ def fake_ranks(count: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def count(shape: Shape, ranks: int, phase: str, arm: Arm) -> dict[str, Any]:
-    """Collectives and bytes of a layer: forward, and backward too in training."""
+def count(shape: Shape, ranks: int, phase: str, arm: Arm) -> Row:
+    """Return the collectives and bytes of a layer: forward, and in training backward too."""
     with fake_ranks(ranks) as mesh, torch.device("meta"):
         layer = Layer(shape, arm.norm).bfloat16()
         parallelize_module(layer, mesh, plan(arm))
@@ -243,12 +294,14 @@ def count(shape: Shape, ranks: int, phase: str, arm: Arm) -> dict[str, Any]:
             if phase == "training":
                 y.backward(y.detach())
     counts = Counter(name for name, _ in wire.seen)
-    return {"collectives": dict(sorted(counts.items())), "bytes": sent(wire.seen, ranks)}
+    return {
+        "collectives": dict(sorted(counts.items())),
+        "bytes": sent(wire.seen, ranks),
+    }
 
 
-# The highest rate of each rank in one direction, in bytes per second, and the cost of a collective before
-# its first byte: round figures of data sheets and of common measurements, which the model below
-# assumes.
+# The highest rate of each rank in one direction, in bytes per second, and the latency of a
+# collective in seconds: round figures of data sheets and common measurements.
 LINKS = {
     "NVLink 4, 450 GB/s": (450e9, 10e-6),
     "PCIe 5, 64 GB/s": (64e9, 15e-6),
@@ -256,81 +309,93 @@ LINKS = {
 }
 
 
-def on_paper(row: dict[str, Any], link: str) -> float:
-    """Milliseconds that a step's collectives would take one after another, hidden behind nothing: a model."""
+def on_paper(row: Row, link: str) -> float:
+    """Return the milliseconds of a step's collectives, if none overlaps with anything."""
     bandwidth, latency = LINKS[link]
-    number = sum(row["collectives"].values())
-    return 1e3 * MODELS[row["model"]].layers * (row["bytes"] / bandwidth + number * latency)
+    collectives = sum(row["collectives"].values())
+    layer_seconds = row["bytes"] / bandwidth + collectives * latency
+    return 1e3 * MODELS[row["model"]].layers * layer_seconds
 
 
-def rows() -> list[dict[str, Any]]:
-    """Every model, number of ranks, phase and arm."""
-    return [
-        {"model": model, "ranks": ranks, "phase": phase, "arm": name}
-        | count(shape, ranks, phase, arm)
-        for phase in PHASES
-        for model, shape in MODELS.items()
-        for ranks in RANKS
-        for name, arm in ARMS.items()
-        # One token cannot be shared by several ranks.
-        if not (phase == "decoding" and arm.stream == Shard(1))
-    ]
+def rows() -> list[Row]:
+    """Return a row for each phase, model, number of ranks and arm."""
+    counted = []
+    for phase, (model, shape), ranks in product(PHASES, MODELS.items(), RANKS):
+        for name, arm in ARMS.items():
+            if phase == "decoding" and arm.stream == Shard(1):
+                # Several ranks cannot share one token.
+                continue
+            row: Row = {"model": model, "ranks": ranks, "phase": phase, "arm": name}
+            counted.append(row | count(shape, ranks, phase, arm))
+    return counted
+
+
+def by_arm(
+    document: dict[str, Any],
+    model: str,
+    ranks: int,
+    phase: str,
+) -> dict[str, Row]:
+    """Return the rows of a model, a number of ranks and a phase by their arms."""
+    key = (model, ranks, phase)
+    chosen = {}
+    for row in document["rows"]:
+        if (row["model"], row["ranks"], row["phase"]) == key:
+            chosen[row["arm"]] = row
+    return chosen
 
 
 def wire_table(document: dict[str, Any], phase: str) -> str:
-    """MiB that a rank sends for a layer / the number of collectives."""
-    mine = [row for row in document["rows"] if row["phase"] == phase]
-    arms = list(dict.fromkeys(row["arm"] for row in mine))
+    """Return the MiB that a rank sends for a layer, and the number of collectives."""
+    first_model = next(iter(MODELS))
+    arms = list(by_arm(document, first_model, max(RANKS), phase))
     lines = [f"| model | ranks | {' | '.join(arms)} |", "|---|---" + "|---" * len(arms) + "|"]
-    for model in MODELS:
-        for ranks in RANKS:
-            cells = [row for row in mine if (row["model"], row["ranks"]) == (model, ranks)]
-            texts = [
-                f"{row['bytes'] / 2**20:.2f} / {sum(row['collectives'].values())}" for row in cells
-            ]
-            lines.append(f"| {model} | {ranks} | {' | '.join(texts)} |")
+    for model, ranks in product(MODELS, RANKS):
+        cells = [model, str(ranks)]
+        for row in by_arm(document, model, ranks, phase).values():
+            collectives = sum(row["collectives"].values())
+            cells.append(f"{row['bytes'] / 2**20:.2f} / {collectives}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def paper_table(document: dict[str, Any]) -> str:
-    """The model on paper for 8 ranks: milliseconds a step."""
-    mine = [row for row in document["rows"] if row["ranks"] == max(RANKS)]
-    arms = list(dict.fromkeys(row["arm"] for row in mine))
+    """Return the milliseconds per step that are computed for the most ranks."""
     lines = [
-        f"| model | step | link | {' | '.join(arms)} |",
-        "|---|---|---" + "|---" * len(arms) + "|",
+        f"| model | step | link | {' | '.join(ARMS)} |",
+        "|---|---|---" + "|---" * len(ARMS) + "|",
     ]
-    for model in MODELS:
-        for phase in PHASES:
-            cells = {
-                row["arm"]: row for row in mine if (row["model"], row["phase"]) == (model, phase)
-            }
-            for link in LINKS:
-                texts = [
-                    f"{on_paper(cells[arm], link):.1f}" if arm in cells else "" for arm in arms
-                ]
-                lines.append(f"| {model} | {phase} | {link} | {' | '.join(texts)} |")
+    for model, phase in product(MODELS, PHASES):
+        counted = by_arm(document, model, max(RANKS), phase)
+        for link in LINKS:
+            cells = [model, phase, link]
+            for arm in ARMS:
+                cells.append(f"{on_paper(counted[arm], link):.1f}" if arm in counted else "")
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def renewed(text: str, document: dict[str, Any]) -> str:
-    """Return the page with its tables as the results say."""
-    tables = {phase: wire_table(document, phase) for phase in PHASES} | {
-        "on paper": paper_table(document)
-    }
+    """Return the page with its tables made from the results."""
+    tables = {phase: wire_table(document, phase) for phase in PHASES}
+    tables["on paper"] = paper_table(document)
+    end = "<!-- end -->"
     for name, table in tables.items():
-        start, end = f"<!-- {name}: made by python -m benchmarks.wire -->", "<!-- end -->"
+        start = f"<!-- {name}: made by python -m benchmarks.wire -->"
         before, rest = text.split(start)
-        text = f"{before}{start}\n{table}\n{end}{rest.split(end, 1)[1]}"
+        _, after = rest.split(end, 1)
+        text = f"{before}{start}\n{table}\n{end}{after}"
     return text
 
 
 def main() -> None:
     """Count, and renew the tables."""
-    phases = {name: {"sequences": n, "tokens": length} for name, (n, length) in PHASES.items()}
-    links = {
-        name: {"bytes_per_second": speed, "latency": wait} for name, (speed, wait) in LINKS.items()
-    }
+    phases = {}
+    for name, (sequences, tokens) in PHASES.items():
+        phases[name] = {"sequences": sequences, "tokens": tokens}
+    links = {}
+    for name, (bandwidth, latency) in LINKS.items():
+        links[name] = {"bytes_per_second": bandwidth, "latency": latency}
     document = {
         "torch": torch.__version__,
         "dtype": "bfloat16",

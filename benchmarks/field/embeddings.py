@@ -31,7 +31,8 @@ def run(sources: tuple[str, str], options: Namespace) -> Result:
         tasks = mteb.get_benchmark(options.benchmark)
     else:
         tasks = mteb.get_tasks(tasks=options.tasks)
-    original, converted = of_both(load, partial(scores, tasks=tasks, batch=options.batch), sources)
+    measure = partial(scores, tasks=tasks, batch=options.batch)
+    original, converted = of_both(load, measure, sources)
     figures = side_by_side(original, converted, dict.fromkeys(original, True))
     facts = {"tasks": list(original), "evaluator": getattr(mteb, "__version__", None)}
     mean = side_by_side(_mean(original), _mean(converted), {"mean": True})

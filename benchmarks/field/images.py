@@ -21,12 +21,13 @@ from dynorm.jobs.images import Crop
 
 LAYOUT = "a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG, as torchvision's ImageFolder reads"
 ENDINGS = (".jpg", ".jpeg", ".png")
-# Of the k-NN of DINO and DINOv2: neighbours, and the temperature of their votes.
+# Neighbours, and the temperature of their votes, as in the k-NN of DINO and DINOv2.
 NEIGHBOURS = 20
 TEMPERATURE = 0.07
 # Images that are looked up at a time.
 CHUNK = 256
-# Of the linear classifier: passes over the images, and steps at least, of which few images make few.
+# The linear classifier is trained for this number of passes over the images, and at least this
+# number of steps.
 EPOCHS = 10
 STEPS = 1000
 LINEAR_BATCH = 1024
@@ -63,7 +64,8 @@ def run(sources: tuple[str, str], options: Namespace) -> Result:
     require_library("PIL.Image", "reading images", "plots")
     names = class_names(options.data)
     load = partial(load_pretrained, device=options.device)
-    original, converted = of_both(load, partial(answers, options=options, names=names), sources)
+    measure = partial(answers, options=options, names=names)
+    original, converted = of_both(load, measure, sources)
     figures = []
     for method in ("k-NN", "linear"):
         before = float(original[method].double().mean())
@@ -87,19 +89,21 @@ def run(sources: tuple[str, str], options: Namespace) -> Result:
 
 def class_names(data: Path) -> list[str]:
     """Return the classes, the sorted folders of train; val must have the same ones."""
-    found = {}
+    classes = {}
     for part in ("train", "val"):
         folder = data / part
         if not folder.is_dir():
             raise DataError(f"the data must be {LAYOUT}, but there is no folder {folder}")
-        found[part] = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    if len(found["train"]) < 2 or found["train"] != found["val"]:
+        folders = [path for path in folder.iterdir() if path.is_dir()]
+        classes[part] = sorted(path.name for path in folders)
+    train = classes["train"]
+    val = classes["val"]
+    if len(train) < 2 or train != val:
         raise DataError(
             f"the data must be {LAYOUT}, with the same two or more classes in both, but train has "
-            f"{len(found['train'])} and val {len(found['val'])}, of which "
-            f"{len(set(found['train']) & set(found['val']))} are the same"
+            f"{len(train)} and val {len(val)}, of which {len(set(train) & set(val))} are the same"
         )
-    return found["train"]
+    return train
 
 
 @torch.inference_mode(False)
@@ -119,7 +123,11 @@ def answers(pretrained: Pretrained, options: Namespace, names: list[str]) -> dic
 
 @torch.no_grad()
 def features(
-    pretrained: Pretrained, options: Namespace, part: str, names: list[str], most: int | None
+    pretrained: Pretrained,
+    options: Namespace,
+    part: str,
+    names: list[str],
+    most: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the class token of each image as the model pools it, and the numbers of the classes."""
     files: list[Path] = []
@@ -184,7 +192,8 @@ def by_classifier(train: Tensor, labels: Tensor, val: Tensor, classes: int) -> T
     optimizer = torch.optim.AdamW(head.parameters(), RATE)
     in_a_pass = math.ceil(len(train) / LINEAR_BATCH)
     for _ in range(max(EPOCHS, math.ceil(STEPS / in_a_pass))):
-        for index in torch.randperm(len(train), generator=generator).split(LINEAR_BATCH):
+        order = torch.randperm(len(train), generator=generator)
+        for index in order.split(LINEAR_BATCH):
             optimizer.zero_grad()
             cross_entropy(head(train[index]), labels[index]).backward()
             optimizer.step()

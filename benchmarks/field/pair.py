@@ -50,7 +50,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Result:
-    """What a benchmark returns.
+    """The results of a benchmark.
 
     Args:
         figures: the figures that are published of such models.
@@ -94,7 +94,9 @@ def side_by_side(
 
 
 def of_both(
-    load: Callable[[str], Model], run: Callable[[Model], Any], sources: tuple[str, str]
+    load: Callable[[str], Model],
+    run: Callable[[Model], Any],
+    sources: tuple[str, str],
 ) -> tuple[Any, Any]:
     """Load and run the original, then the conversion, so that one model is in memory at a time."""
     first = run(load(sources[0]))

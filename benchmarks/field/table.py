@@ -1,4 +1,4 @@
-"""The table of docs/benchmarks.md: the benchmarks, their commands, and the results if there are any."""
+"""Make the table of docs/benchmarks.md: the benchmarks, their commands, and their results."""
 
 from __future__ import annotations
 

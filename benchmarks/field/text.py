@@ -60,7 +60,8 @@ def run(sources: tuple[str, str], options: Namespace) -> Result:
     for number, (before, after) in enumerate(pairs):
         parts.append(Figure(f"block {number}, nats per token", before, after, False))
     # The blocks of both models are the same, so the noise of their difference is small.
-    error = float((converted - original).std() / math.sqrt(len(original)))
+    difference = converted - original
+    error = float(difference.std() / math.sqrt(len(original)))
     facts = {
         "data": options.data.name,
         "blocks": len(original),
@@ -86,9 +87,10 @@ def losses(pretrained: Pretrained, options: Namespace) -> Tensor:
     blocks = blocks_of(_tokens(pretrained, options.data), options.length, options.blocks)
     for part in blocks.split(options.batch):
         ids = part.to(device)
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
-        each_token = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-        rows.append(each_token.double().mean(1).cpu())
+        output = model(input_ids=ids[:, :-1], use_cache=False)
+        logits = output.logits.float().transpose(1, 2)
+        by_token = cross_entropy(logits, ids[:, 1:], reduction="none")
+        rows.append(by_token.double().mean(1).cpu())
     return torch.cat(rows)
 
 
@@ -103,8 +105,11 @@ def blocks_of(ids: np.ndarray, length: int, most: int) -> Tensor:
             f"the text must fill two blocks of {length} tokens, but has {len(ids)} tokens: give a "
             "longer one"
         )
-    chosen = np.linspace(0, count - 1, min(count, most)).round().astype(int)
-    rows = [ids[length * number : length * (number + 1) + 1] for number in chosen]
+    numbers = np.linspace(0, count - 1, min(count, most)).round()
+    rows = []
+    for number in numbers.astype(int):
+        start = length * number
+        rows.append(ids[start : start + length + 1])
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 

@@ -1,1 +1,1 @@
-"""The speed of the family compared with the norms: outputs are checked first, then timed in interleaved rounds."""
+"""Compare the speed of the family with that of the norms, in interleaved rounds after a check of the outputs."""

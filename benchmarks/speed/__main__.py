@@ -1,4 +1,4 @@
-"""The speed of the family compared with the norms, on this machine: ``python -m benchmarks.speed --quick``."""
+"""Compare the speed of the family with that of the norms: ``python -m benchmarks.speed --quick``."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from benchmarks.speed.table import printed
 from dynorm.errors import DynormError
 from dynorm.files import require_writable, write_bytes, write_text
 
-# Names and six sizes side by side, where the output is no terminal.
+# The width of names and six sizes, if the output is not a terminal.
 WIDTH = 132
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Check, measure, write and print."""
     options = make_parser().parse_args(words)
-    stderr, console = Console(stderr=True), Console(highlight=False)
-    progress = partial(
-        track, console=stderr, transient=True, disable=options.json or not stderr.is_terminal
-    )
+    stderr = Console(stderr=True)
+    console = Console(highlight=False)
+    is_quiet = options.json or not stderr.is_terminal
+    progress = partial(track, console=stderr, transient=True, disable=is_quiet)
     outputs = [path for path in (options.out, options.plot) if path is not None]
     try:
         for path in outputs:
@@ -52,9 +52,13 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
-    short = [row["what"] for row in document["targets"] if reached(row) is False]
-    notes = [f"short of its goal (benchmarks/speed/goals.json): {what}" for what in short]
-    for part in (*printed(document), *notes, *(f"wrote {path}" for path in outputs)):
+    parts = printed(document)
+    for row in document["targets"]:
+        if reached(row) is False:
+            parts.append(f"short of its goal (benchmarks/speed/goals.json): {row['what']}")
+    for path in outputs:
+        parts.append(f"wrote {path}")
+    for part in parts:
         console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 

@@ -1,4 +1,4 @@
-"""No time without a right result: every contender against the definition in float64."""
+"""Compare every contender with the definition in float64, so that no wrong result is timed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,27 @@ import torch
 from torch import Tensor
 
 from benchmarks.speed.cases import REFERENCES, Case
-from benchmarks.speed.contenders import Contender
+from benchmarks.speed.contenders import Contender, Results
 from dynorm.errors import DynormError
 
 # Relative to 1 + |value|; the eager definitions round after every operation.
-TOLERANCES = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 2**-5, "float16": 2**-8}
-# Elements of x that are looked at together: what float64 makes of them stays in the cache.
+TOLERANCES = {
+    "float64": 1e-10,
+    "float32": 2e-5,
+    "bfloat16": 2**-5,
+    "float16": 2**-8,
+}
+# Elements of x that are compared together, so that their float64 values stay in the cache.
 CHUNK = 1 << 18
 # The gradients of LayerNorm's parameters are off as if torch summed them in the dtype itself: n
-# roundings, each of half a unit of a sum of about sqrt(n), add up to n or so; the worst of
-# thousands of channels to 1.1 times that.
-EPSILONS = {"float64": 0.0, "float32": 0.0, "bfloat16": 2**-6, "float16": 2**-9}
+# roundings, each of half a unit of a sum of about sqrt(n), add up to about n. The worst of
+# thousands of channels reaches 1.1 times that.
+EPSILONS = {
+    "float64": 0.0,
+    "float32": 0.0,
+    "bfloat16": 2**-6,
+    "float16": 2**-9,
+}
 
 
 class WrongResultError(DynormError):
@@ -26,33 +36,38 @@ class WrongResultError(DynormError):
 
 
 def check(case: Case, contenders: Sequence[Contender]) -> int:
-    """Compare what contenders compute with the definition in float64, in chunks of rows.
+    """Compare the results of contenders with the definition in float64, in chunks of rows.
 
-    Values and the gradient of x may be off by the dtype's tolerance times ``1 + |value|``; the
-    gradient of a parameter, a sum of n terms, by the tolerance times ``sqrt(n) + |value|``; those
-    of torch's LayerNorm in bfloat16 and float16 by 2 n roundings more.
+    Values and the gradient of x may be off by the dtype's tolerance times ``1 + |value|``. The
+    gradient of a parameter, a sum of n terms, may be off by the tolerance times
+    ``sqrt(n) + |value|``, and those of torch's LayerNorm in bfloat16 and float16 by 2 n roundings
+    more.
 
     Returns the number of tensors. A value that is off, not finite, or of another shape or dtype is
-    a :class:`WrongResultError`; nothing may be timed then.
+    a :class:`WrongResultError`, and nothing may be timed then.
     """
+    by_function: dict[str, list[Contender]] = {}
+    for contender in contenders:
+        by_function.setdefault(contender.function, []).append(contender)
     compared = 0
-    for function in dict.fromkeys(contender.function for contender in contenders):
-        mine = [contender for contender in contenders if contender.function == function]
-        results = {contender.name: contender.results() for contender in mine}
+    for function, rivals in by_function.items():
+        results = {contender.name: contender.results() for contender in rivals}
         for name, result in results.items():
             _check_kind(case, name, result)
+            compared += len(result)
         _check_function(case, function, results)
-        compared += sum(map(len, results.values()))
     return compared
 
 
-def _check_function(case: Case, function: str, results: dict[str, dict[str, Tensor]]) -> None:
-    gradients = any(set(result) - {"y"} for result in results.values())
-    parameters = {
-        # float64 would be the very tensor that the contenders were given.
-        name: value.double().clone().requires_grad_(gradients and function != "copy")
-        for name, value in case.parameters.items()
-    }
+def _check_function(case: Case, function: str, results: dict[str, Results]) -> None:
+    """Compare the results of all contenders for one function, which are by their names."""
+    names = set().union(*results.values())
+    gradients = bool(names - {"y"})
+    parameters = {}
+    for name, value in case.parameters.items():
+        # In float64 without the clone this would be the tensor that the contenders have.
+        parameter = value.double().clone()
+        parameters[name] = parameter.requires_grad_(gradients and function != "copy")
     step = max(1, CHUNK // case.channels)
     for start in range(0, case.rows, step):
         part = slice(start, min(start + step, case.rows))
@@ -60,53 +75,60 @@ def _check_function(case: Case, function: str, results: dict[str, dict[str, Tens
         with torch.set_grad_enabled(gradients):
             y = REFERENCES[function](x, parameters)
         if gradients:
-            # Into x.grad, and summed over the chunks for the parameters.
+            # Fills x.grad, and adds to the gradients of the parameters chunk by chunk.
             torch.autograd.backward(y, case.grad[part].double())
         for name, result in results.items():
-            for key, exact in (("y", y.detach()), ("x", x.grad)):
-                if key in result:
-                    assert exact is not None
-                    _compare(case, name, key, result[key][part], exact, 1.0)
+            if "y" in result:
+                _compare(case, name, "y", result["y"][part], y.detach(), 1.0)
+            if "x" in result:
+                assert x.grad is not None
+                _compare(case, name, "x", result["x"][part], x.grad, 1.0)
     for name, result in results.items():
-        for key, found in result.items():
-            if key not in ("y", "x"):
-                exact = parameters[key].grad
-                assert exact is not None
-                # Signs differ, so that n terms add up to about sqrt(n).
-                terms = case.x.numel() / found.numel()
-                slack = (
-                    terms * EPSILONS[case.dtype] / TOLERANCES[case.dtype]
-                    if function == "layer_norm"
-                    else 0.0
-                )
-                _compare(case, name, key, found, exact, terms**0.5 + slack)
+        for key, gradient in result.items():
+            if key in ("y", "x"):
+                continue
+            exact = parameters[key].grad
+            assert exact is not None
+            # Signs differ, so that n terms add up to about sqrt(n).
+            terms = case.x.numel() / gradient.numel()
+            size = terms**0.5
+            if function == "layer_norm":
+                size += terms * EPSILONS[case.dtype] / TOLERANCES[case.dtype]
+            _compare(case, name, key, gradient, exact, size)
 
 
-def _check_kind(case: Case, name: str, result: dict[str, Tensor]) -> None:
-    for key, found in result.items():
+def _check_kind(case: Case, name: str, result: Results) -> None:
+    """Check the shape and dtype of each result of a contender."""
+    for key, tensor in result.items():
         shape = case.x.shape if key in ("y", "x") else case.parameters[key].shape
-        if found.shape != shape or found.dtype != case.x.dtype:
+        if tensor.shape != shape or tensor.dtype != case.x.dtype:
             raise WrongResultError(
-                f"{name} must give {_called(key)} of shape {tuple(shape)} and dtype "
-                f"{case.x.dtype}, got "
-                f"{tuple(found.shape)} and {found.dtype}: nothing was timed"
+                f"{name} must give {_in_words(key)} of shape {tuple(shape)} and dtype "
+                f"{case.x.dtype}, got {tuple(tensor.shape)} and {tensor.dtype}: nothing was timed"
             )
 
 
-def _compare(case: Case, name: str, key: str, found: Tensor, exact: Tensor, size: float) -> None:
+def _compare(
+    case: Case,
+    name: str,
+    key: str,
+    result: Tensor,
+    exact: Tensor,
+    size: float,
+) -> None:
+    """Compare one result with the definition; errors of the tolerance times ``size + |value|`` pass."""
     tolerance = TOLERANCES[case.dtype]
-    error = (found.double() - exact).abs()
+    error = (result.double() - exact).abs()
     allowed = tolerance * (size + exact.abs())
     # NaN is not below anything.
     if not bool((error <= allowed).all()):
         worst = float((error / allowed).nan_to_num(torch.inf).max())
         raise WrongResultError(
-            f"{name} must give {_called(key)} of {case.rows} x {case.channels} {case.dtype} as the "
-            "definition does in "
-            f"float64, but it is off by {worst * tolerance:.2g} where {tolerance:.2g} is allowed: "
-            "nothing was timed"
+            f"{name} must give {_in_words(key)} of {case.rows} x {case.channels} {case.dtype} as "
+            f"the definition does in float64, but it is off by {worst * tolerance:.2g} where "
+            f"{tolerance:.2g} is allowed: nothing was timed"
         )
 
 
-def _called(key: str) -> str:
-    return {"y": "the output", "x": "the gradient of x"}.get(key, f"the gradient of {key}")
+def _in_words(key: str) -> str:
+    return "the output" if key == "y" else f"the gradient of {key}"

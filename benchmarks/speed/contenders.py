@@ -1,10 +1,10 @@
-"""The contenders of a pass: forward without a gradient, backward alone, and both through autograd."""
+"""Make the contenders of a pass: forward without a gradient, backward only, and both through autograd."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -21,16 +21,22 @@ from dynorm.kernels._form import Form, Parameters
 
 PASSES = ("forward", "backward", "both")
 FAMILY = {"dyisru": "DyISRU", "dyt": "DyT", "derf": "Derf", "linear": "linear"}
-GIVEN, ALONE, TOLD = ", output given", ", no autograd", ", four witnesses"
-# The contender that the others are compared with.
-ALWAYS = (f"copy{GIVEN}", "copy", "F.layer_norm", "nn.LayerNorm")
+OUTPUT_GIVEN = ", output given"
+NO_AUTOGRAD = ", no autograd"
+WITNESSES = ", four witnesses"
+KINDS = ("", WITNESSES, OUTPUT_GIVEN, NO_AUTOGRAD, " eager", " compiled")
+# The others are compared with these, which take part in every run.
+ALWAYS = (f"copy{OUTPUT_GIVEN}", "copy", "F.layer_norm", "nn.LayerNorm")
 NAMES = (
     *ALWAYS,
-    f"LayerNorm{ALONE}",
+    f"LayerNorm{NO_AUTOGRAD}",
     "LayerNorm compiled",
     "F.rms_norm",
     "nn.RMSNorm",
-    *(FAMILY[f] + kind for f in FAMILY for kind in ("", TOLD, GIVEN, ALONE, " eager", " compiled")),
+    *(FAMILY["dyisru"] + kind for kind in KINDS),
+    *(FAMILY["dyt"] + kind for kind in KINDS),
+    *(FAMILY["derf"] + kind for kind in KINDS),
+    *(FAMILY["linear"] + kind for kind in KINDS),
     "Liger DyT",
 )
 _LAYERS = {
@@ -39,34 +45,49 @@ _LAYERS = {
     "derf": dynorm.Derf,
     "linear": dynorm.LinearControl,
 }
-# The kernel's number, and which of the case's parameters is its constant.
+# The kernel's code, and the name of its constant among the case's parameters.
 _KERNELS = {
     "dyisru": (kernels.FunctionCode.DYISRU, "log_beta"),
     "dyt": (kernels.FunctionCode.DYT, "alpha"),
     "derf": (kernels.FunctionCode.DERF, "alpha"),
     "linear": (kernels.FunctionCode.LINEAR, "log_beta"),
 }
+# Tensors to check: the output "y", the gradient "x", and gradients of parameters by their names.
+Results = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute a function of :data:`benchmarks.speed.cases.REFERENCES`; ``call`` is timed."""
+    """One way to compute a function of :data:`benchmarks.speed.cases.REFERENCES`.
+
+    Args:
+        name: one of :data:`NAMES`.
+        function: the function's name.
+        call: computes it; this is timed.
+        results: computes it, and returns the tensors to check.
+    """
 
     name: str
     function: str
     call: Callable[[], Any]
-    # To be checked: "y", the gradient "x", and gradients of parameters by our names.
-    results: Callable[[], dict[str, Tensor]]
+    results: Callable[[], Results]
 
     @property
     def output(self) -> str:
-        """Whether the output was there before the call, "given", or is "allocated" by it."""
-        return "given" if self.name.endswith(GIVEN) else "allocated"
+        """Whether the output is "given" to the call, or "allocated" by it."""
+        return "given" if self.name.endswith(OUTPUT_GIVEN) else "allocated"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A module that competes: ``call`` is the module or its compiled form, ``leaves`` its parameters by our names."""
+    """A module that competes.
+
+    Args:
+        name: one of :data:`NAMES`.
+        function: the function's name.
+        call: the module or its compiled form.
+        leaves: the module's parameters by the case's names.
+    """
 
     name: str
     function: str
@@ -75,75 +96,90 @@ class Entry:
 
 
 def wanted(name: str, only: Sequence[str]) -> bool:
-    """Say whether a contender takes part: all do without globs, and what others are compared with always does."""
-    return not only or name in ALWAYS or any(fnmatchcase(name, glob) for glob in only)
+    """Return whether a contender takes part: all do without globs, and :data:`ALWAYS` always do."""
+    if not only or name in ALWAYS:
+        return True
+    return any(fnmatchcase(name, glob) for glob in only)
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """A module that could compete, and the function that makes it.
+
+    ``renamed`` has the case's names of those parameters whose names differ in the module.
+    """
+
+    name: str
+    function: str
+    make: Callable[[], nn.Module]
+    renamed: dict[str, str] = field(default_factory=dict)
 
 
 def enter_modules(case: Case, only: Sequence[str], compiled: bool) -> list[Entry]:
     """Return the modules that compete in a case, with its parameters; compiled ones compile at their first call."""
     entries = []
-    for name, function, make, renamed in _module_table(case.channels, compiled):
-        if not wanted(name, only):
+    for spec in _modules(case.channels, compiled):
+        if not wanted(spec.name, only):
             continue
-        module = make().to(case.x.device, case.x.dtype)
-        leaves = {renamed.get(own, own): p for own, p in module.named_parameters()}
-        with torch.no_grad():
-            for ours, p in leaves.items():
-                p.copy_(case.parameters[ours])
+        module = spec.make().to(case.x.device, case.x.dtype)
+        leaves = {}
+        for name, parameter in module.named_parameters():
+            name_in_case = spec.renamed.get(name, name)
+            leaves[name_in_case] = parameter
+            with torch.no_grad():
+                parameter.copy_(case.parameters[name_in_case])
         call: Callable[[Tensor], Tensor] = module
-        if name.endswith(" compiled"):
+        if spec.name.endswith(" compiled"):
             call = torch.compile(module, dynamic=False, fullgraph=True)
-        entries.append(Entry(name, function, call, leaves))
+        entries.append(Entry(spec.name, spec.function, call, leaves))
     return entries
 
 
-def _module_table(
-    channels: int, compiled: bool
-) -> Iterator[tuple[str, str, Callable[[], nn.Module], dict[str, str]]]:
-    """Name, function, how it is made, and our names of its parameters where its own differ."""
-    norm = partial(nn.LayerNorm, channels, eps=EPS)
-    yield "nn.LayerNorm", "layer_norm", norm, {}
+def _modules(channels: int, compiled: bool) -> Iterator[ModuleSpec]:
+    """Yield all modules that could compete."""
+    layer_norm_module = partial(nn.LayerNorm, channels, eps=EPS)
+    yield ModuleSpec("nn.LayerNorm", "layer_norm", layer_norm_module)
     if compiled:
-        yield "LayerNorm compiled", "layer_norm", norm, {}
-    yield "nn.RMSNorm", "rms_norm", partial(nn.RMSNorm, channels, eps=EPS), {}
+        yield ModuleSpec("LayerNorm compiled", "layer_norm", layer_norm_module)
+    yield ModuleSpec("nn.RMSNorm", "rms_norm", partial(nn.RMSNorm, channels, eps=EPS))
     for function, name in FAMILY.items():
         layer = partial(_LAYERS[function], channels)
-        yield name, function, layer, {}
+        yield ModuleSpec(name, function, layer)
         if function == "dyisru":
-            yield (
-                f"{name}{TOLD}",
-                "dyisru_witnesses",
-                partial(layer, witnesses=witnesses_of(channels)),
-                {},
-            )
+            with_witnesses = partial(layer, witnesses=witnesses_of(channels))
+            yield ModuleSpec(f"{name}{WITNESSES}", "dyisru_witnesses", with_witnesses)
         if function not in EAGER:
             continue
-        yield f"{name} eager", function, partial(EAGER[function], channels), {}
+        eager = partial(EAGER[function], channels)
+        yield ModuleSpec(f"{name} eager", function, eager)
         if compiled:
-            # Ours is compiled as users have it; of DyT and Derf, their own definitions.
-            made = layer if function == "dyisru" else partial(EAGER[function], channels)
-            yield f"{name} compiled", function, made, {}
+            # DyISRU is compiled as users have it, and DyT and Derf are as in their papers.
+            to_compile = layer if function == "dyisru" else eager
+            yield ModuleSpec(f"{name} compiled", function, to_compile)
     if importlib.util.find_spec("liger_kernel") is not None and torch.cuda.is_available():
         from liger_kernel.transformers.dyt import LigerDyT
 
-        yield "Liger DyT", "dyt", partial(LigerDyT, channels), {"gamma": "weight", "beta": "bias"}
+        renamed = {"gamma": "weight", "beta": "bias"}
+        yield ModuleSpec("Liger DyT", "dyt", partial(LigerDyT, channels), renamed)
 
 
 def contenders(
-    case: Case, entries: Sequence[Entry], stage: str, only: Sequence[str] = ()
+    case: Case,
+    entries: Sequence[Entry],
+    stage: str,
+    only: Sequence[str] = (),
 ) -> list[Contender]:
-    """Return the contenders of a pass; those of "forward" are to be called under ``torch.no_grad()``."""
-    made = {"forward": _forward, "backward": _backward, "both": _both}[stage](case, entries)
-    return [contender for contender in made if wanted(contender.name, only)]
+    """Return the contenders of a pass; call those of "forward" under ``torch.no_grad()``."""
+    passes = {"forward": _forward, "backward": _backward, "both": _both}
+    candidates = passes[stage](case, entries)
+    return [contender for contender in candidates if wanted(contender.name, only)]
 
 
 def _forward(case: Case, entries: Sequence[Entry]) -> Iterator[Contender]:
-    x, shape, weight, bias = (
-        case.x,
-        (case.channels,),
-        case.parameters["weight"],
-        case.parameters["bias"],
-    )
+    x = case.x
+    shape = (case.channels,)
+    weight = case.parameters["weight"]
+    bias = case.parameters["bias"]
 
     def allocated(name: str, function: str, call: Callable[[], Tensor]) -> Contender:
         return Contender(name, function, call, lambda: {"y": call()})
@@ -159,54 +195,60 @@ def _forward(case: Case, entries: Sequence[Entry]) -> Iterator[Contender]:
         for function, name in FAMILY.items():
             form, parameters = _kernel_arguments(case, function)
             call = partial(kernel, form, x, parameters, out=case.out)
-            yield Contender(f"{name}{GIVEN}", function, call, partial(_given, case, call))
+            results = partial(_output_given, case, call)
+            yield Contender(f"{name}{OUTPUT_GIVEN}", function, call, results)
 
 
 def _backward(case: Case, entries: Sequence[Entry]) -> Iterator[Contender]:
     yield _copy(case)
     for entry in entries:
         leaves = {"x": case.leaf, **entry.leaves}
+        tensors = tuple(leaves.values())
         y = entry.call(case.leaf)
-        call = partial(torch.autograd.grad, y, tuple(leaves.values()), case.grad, True)
+        call = partial(torch.autograd.grad, y, tensors, case.grad, True)
         results = partial(_by_name, tuple(leaves), call)
         yield Contender(entry.name, entry.function, call, results)
-    kernel = _layer_norm_backward(case)
-    yield Contender(f"LayerNorm{ALONE}", "layer_norm", kernel, kernel)
-    # On a GPU our kernel's sums are per channel: a layer still has to add them.
+    norm_kernel = _layer_norm_backward(case)
+    yield Contender(f"LayerNorm{NO_AUTOGRAD}", "layer_norm", norm_kernel, norm_kernel)
+    # On a GPU our kernel's sums are per channel, and a layer still has to add them.
     if case.x.is_cpu and kernels.backend(case.x.device) != "torch":
         for function, name in FAMILY.items():
-            own = _kernel_backward(case, function)
-            yield Contender(f"{name}{ALONE}", function, own, own)
+            kernel = _kernel_backward(case, function)
+            yield Contender(f"{name}{NO_AUTOGRAD}", function, kernel, kernel)
 
 
 def _both(case: Case, entries: Sequence[Entry]) -> Iterator[Contender]:
     yield _copy(case)
     for entry in entries:
         leaves = {"x": case.leaf, **entry.leaves}
-        call = partial(_step, entry.call, case.leaf, tuple(leaves.values()), case.grad)
+        tensors = tuple(leaves.values())
+        call = partial(_step, entry.call, case.leaf, tensors, case.grad)
         yield Contender(entry.name, entry.function, call, partial(_trained, call, leaves))
 
 
 def _copy(case: Case) -> Contender:
     call = partial(case.out.copy_, case.x)
-    return Contender(f"copy{GIVEN}", "copy", call, partial(_given, case, call))
+    return Contender(f"copy{OUTPUT_GIVEN}", "copy", call, partial(_output_given, case, call))
 
 
-def _given(case: Case, call: Callable[[], Tensor]) -> dict[str, Tensor]:
-    # An element that is not written shows.
+def _output_given(case: Case, call: Callable[[], Tensor]) -> Results:
+    # An element that the call does not write remains NaN, and the check finds it.
     case.out.fill_(torch.nan)
     call()
     return {"y": case.out.clone()}
 
 
-def _by_name(names: tuple[str, ...], call: Callable[[], Sequence[Tensor]]) -> dict[str, Tensor]:
+def _by_name(names: tuple[str, ...], call: Callable[[], Sequence[Tensor]]) -> Results:
     return dict(zip(names, call(), strict=True))
 
 
 def _step(
-    call: Callable[[Tensor], Tensor], x: Tensor, leaves: tuple[Tensor, ...], grad: Tensor
+    call: Callable[[Tensor], Tensor],
+    x: Tensor,
+    leaves: tuple[Tensor, ...],
+    grad: Tensor,
 ) -> Tensor:
-    """Go forward and backward; gradients are not added to older ones."""
+    """Run forward and backward, without adding to older gradients."""
     for leaf in leaves:
         leaf.grad = None
     y = call(x)
@@ -214,50 +256,59 @@ def _step(
     return y
 
 
-def _trained(call: Callable[[], Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = {"y": call().detach()}
+def _trained(call: Callable[[], Tensor], leaves: dict[str, Tensor]) -> Results:
+    results = {"y": call().detach()}
     for name, leaf in leaves.items():
         assert leaf.grad is not None
-        found[name], leaf.grad = leaf.grad, None
-    return found
+        results[name] = leaf.grad
+        leaf.grad = None
+    return results
 
 
 def _kernel_arguments(case: Case, function: str) -> tuple[Form, Parameters]:
-    number, name = _KERNELS[function]
-    p, logarithmic = case.parameters, name == "log_beta"
-    form = Form(number, logarithmic, case.channels**0.5 if logarithmic else 1.0, case.channels, 1)
-    parameters = Parameters(p[name], weight=p["weight"], bias=p["bias"])
+    code, name = _KERNELS[function]
+    logarithmic = name == "log_beta"
+    scale = case.channels**0.5 if logarithmic else 1.0
+    form = Form(code, logarithmic, scale, case.channels, 1)
+    parameters = Parameters(
+        case.parameters[name],
+        weight=case.parameters["weight"],
+        bias=case.parameters["bias"],
+    )
     if function == "derf":
-        parameters = parameters._replace(shift=p["shift"])
+        parameters = parameters._replace(shift=case.parameters["shift"])
     return form, parameters
 
 
-def _kernel_backward(case: Case, function: str) -> Callable[[], dict[str, Tensor]]:
+def _kernel_backward(case: Case, function: str) -> Callable[[], Results]:
     """Return the call of the backward kernel for all gradients, without layer and autograd."""
     form, parameters = _kernel_arguments(case, function)
     inputs = (case.x, *parameters)
-    needed = tuple(t is not None for t in inputs)
-    roles = ("x", _KERNELS[function][1], "shift", "center", "weight", "bias", "log_gain")
+    needed = tuple(tensor is not None for tensor in inputs)
+    _, constant = _KERNELS[function]
+    names = ("x", constant, "shift", "center", "weight", "bias", "log_gain")
 
-    def call() -> dict[str, Tensor]:
-        # As autograd does: by the C++ side's own checks, where this torch lets it look at tensors.
+    def call() -> Results:
+        # As autograd does: the C++ side checks the tensors itself if this torch lets it read them.
         with torch.no_grad():
             served = _cpu.serve_gradients(form, case.grad, inputs, (False, *needed))
-        found = (
-            served[1:]
-            if served is not None
-            else _cpu.gradients(form, case.grad, case.x, parameters, needed)
-        )
-        return {role: g for role, g in zip(roles, found, strict=True) if g is not None}
+        if served is not None:
+            gradients = served[1:]
+        else:
+            gradients = _cpu.gradients(form, case.grad, case.x, parameters, needed)
+        pairs = zip(names, gradients, strict=True)
+        return {name: gradient for name, gradient in pairs if gradient is not None}
 
     return call
 
 
-def _layer_norm_backward(case: Case) -> Callable[[], dict[str, Tensor]]:
+def _layer_norm_backward(case: Case) -> Callable[[], Results]:
     """Return the call of LayerNorm's own backward kernel, with the statistics that its forward pass saved."""
-    weight, bias, shape = case.parameters["weight"], case.parameters["bias"], [case.channels]
+    weight = case.parameters["weight"]
+    bias = case.parameters["bias"]
+    shape = [case.channels]
     _, mean, rstd = torch.native_layer_norm(case.x, shape, weight, bias, EPS)
     backward = torch.ops.aten.native_layer_norm_backward.default
-
-    call = partial(backward, case.grad, case.x, shape, mean, rstd, weight, bias, [True, True, True])
+    needed = [True, True, True]
+    call = partial(backward, case.grad, case.x, shape, mean, rstd, weight, bias, needed)
     return partial(_by_name, ("x", "weight", "bias"), call)

@@ -1,4 +1,4 @@
-"""The figures of contenders timed together, the ratios that matter most, and their goals (goals.json)."""
+"""Compute the figures of contenders timed together, and compare the main ratios with goals.json."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ import torch
 
 from benchmarks.speed.timing import Spread, ratio, spread
 
-# Each ratio with two bounds, "goal" and the harder "better": of a "times as fast" the least, of all
-# else the most.
-GOALS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("goals.json").read_text("utf-8"))
+# Each ratio has two bounds, "goal" and the harder "better". They are the least value if the unit is
+# "times as fast", and the largest one otherwise.
+_GOALS_FILE = Path(__file__).with_name("goals.json")
+GOALS: list[dict[str, Any]] = json.loads(_GOALS_FILE.read_text("utf-8"))
 COPY = "copy, output given"
 # The contender that the others of each pass are compared with.
 NORMS = {"forward": "F.layer_norm", "backward": "nn.LayerNorm", "both": "nn.LayerNorm"}
-# How many tensors a pass must read and write at least, over the two of a copy.
+# The least number of tensors that a pass reads and writes, over the two of a copy.
 FLOORS = {"forward": 1.0, "backward": 1.5, "both": 2.5}
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Group:
-    """The times of one pass over one input: seconds per call, one for each round, by contender."""
+    """The times of one pass over one input, by contender: seconds per call in each round."""
 
     rows: int
     channels: int
@@ -39,39 +41,40 @@ class Group:
         """Return the time of one over that of another in the same rounds."""
         return ratio(self.times[above], self.times[below])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Row:
         """Return median and quartiles, in microseconds, and ratios, as plain values."""
-        norm = NORMS[self.stage]
-        found = {}
-        for name in self.times:
-            entry: dict[str, Any] = {
-                "output": self.outputs[name],
-                "microseconds": spread(self.times[name]).scaled(1e6).rounded(),
-                "over_copy": self.ratio(name, COPY).rounded(),
-                "times_as_fast_as_layer_norm": self.ratio(norm, name).rounded(),
-                "repetitions": self.repetitions[name],
-            }
-            eager = f"{name.split(' ')[0].rstrip(',')} eager"
-            if eager in self.times and eager != name:
-                entry["times_as_fast_as_eager"] = self.ratio(eager, name).rounded()
-            found[name] = entry
-        about = {
+        return {
             "rows": self.rows,
             "channels": self.channels,
             "dtype": self.dtype,
             "threads": self.threads,
-        }
-        figures = {
+            "pass": self.stage,
             "rounds": len(self.times[COPY]),
             "floor_over_copy": FLOORS[self.stage],
-            "contenders": found,
+            "contenders": {name: self._entry(name) for name in self.times},
         }
-        return about | {"pass": self.stage} | figures
+
+    def _entry(self, name: str) -> Row:
+        """Return the figures of one contender."""
+        norm = NORMS[self.stage]
+        entry: Row = {
+            "output": self.outputs[name],
+            "microseconds": spread(self.times[name]).scaled(1e6).rounded(),
+            "over_copy": self.ratio(name, COPY).rounded(),
+            "times_as_fast_as_layer_norm": self.ratio(norm, name).rounded(),
+            "repetitions": self.repetitions[name],
+        }
+        # Such as "DyT" of "DyT, output given" and of "DyT compiled".
+        function = name.split(" ")[0].rstrip(",")
+        eager = f"{function} eager"
+        if eager in self.times and eager != name:
+            entry["times_as_fast_as_eager"] = self.ratio(eager, name).rounded()
+        return entry
 
 
 @dataclass(frozen=True)
 class ModelGroup:
-    """The times of a model's variants: seconds per call, one for each round, by variant."""
+    """The times of a model, by variant: seconds per call in each round."""
 
     name: str
     batch: str
@@ -82,28 +85,24 @@ class ModelGroup:
     repetitions: dict[str, int]
 
     def share(self, variant: str) -> Spread:
-        """Return the norms' share: the time over that with identities, less 1."""
-        return Spread(
-            *(value - 1 for value in ratio(self.times[variant], self.times["identities"]))
-        )
+        """Return the share of the norms: the time over that with identities, less 1."""
+        quotient = ratio(self.times[variant], self.times["identities"])
+        return Spread(quotient.median - 1, quotient.lower - 1, quotient.upper - 1)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Row:
         """Return median and quartiles, in milliseconds, and shares, as plain values."""
-        variants = {
-            name: {
+        variants = {}
+        for name, times in self.times.items():
+            variants[name] = {
                 "milliseconds": spread(times).scaled(1e3).rounded(),
                 "share_over_identities": self.share(name).rounded(3),
                 "repetitions": self.repetitions[name],
             }
-            for name, times in self.times.items()
-        }
-        about = {
+        return {
             "model": self.name,
             "batch": self.batch,
             "norms": self.norms,
             "threads": self.threads,
-        }
-        return about | {
             "compiled": self.compiled,
             "rounds": len(self.times["identities"]),
             "variants": variants,
@@ -111,68 +110,82 @@ class ModelGroup:
 
 
 def ratios(
-    groups: Sequence[Group], models: Sequence[ModelGroup], threads: int, device: str = "cpu"
-) -> list[dict[str, Any]]:
-    """Return one row per goal for one number of threads; a ratio that was not measured is None, and the note says why.
+    groups: Sequence[Group],
+    models: Sequence[ModelGroup],
+    threads: int,
+    device: str = "cpu",
+) -> list[Row]:
+    """Return one row per goal for one number of threads.
 
-    A GPU's figures say nothing about a CPU's goals, nor the other way round.
+    A ratio that was not measured is None, and the note says why. A GPU's figures are not compared
+    with a CPU's goals, nor a CPU's with a GPU's.
     """
     rows = []
     for goal in GOALS:
-        found: tuple[Spread | None, str] = None, "not in this run"
+        measured: Spread | None = None
+        note = "not in this run"
         if goal["device"] == device:
-            found = (
-                _model_share(goal, models, threads)
-                if "model" in goal
-                else _ratio(goal, groups, threads)
-            )
-        measured = None if found[0] is None else found[0].rounded()
-        rows.append(
-            {"what": goal["what"], "unit": goal["unit"], "measured": measured, "note": found[1]}
-        )
+            if "model" in goal:
+                measured, note = _model_share(goal, models, threads)
+            else:
+                measured, note = _ratio(goal, groups, threads)
+        row: Row = {
+            "what": goal["what"],
+            "unit": goal["unit"],
+            "measured": None,
+            "note": note,
+        }
+        if measured is not None:
+            row["measured"] = measured.rounded()
+        rows.append(row)
     return rows
 
 
-def reached(row: dict[str, Any], bound: str = "goal") -> bool | None:
-    """Say whether the median of a row is on the right side of its goal; None where nothing was measured."""
+def reached(row: Row, bound: str = "goal") -> bool | None:
+    """Return whether the median of a row reaches its goal; None if nothing was measured."""
     if row["measured"] is None:
         return None
-    limit = next(goal[bound] for goal in GOALS if goal["what"] == row["what"])
-    return bool(
-        row["measured"][0] >= limit
-        if row["unit"] == "times as fast"
-        else row["measured"][0] <= limit
-    )
+    limits = {goal["what"]: goal[bound] for goal in GOALS}
+    limit = limits[row["what"]]
+    median = row["measured"][0]
+    if row["unit"] == "times as fast":
+        return bool(median >= limit)
+    return bool(median <= limit)
 
 
 def _ratio(
-    goal: dict[str, Any], groups: Sequence[Group], threads: int
+    goal: Row,
+    groups: Sequence[Group],
+    threads: int,
 ) -> tuple[Spread | None, str]:
-    group = next(
-        (g for g in groups if [g.rows, g.channels, g.dtype, g.stage] == goal["group"]), None
-    )
-    if group is None or group.threads != threads:
+    """Return the ratio that a goal is about, and a note."""
+    matching = []
+    for group in groups:
+        if [group.rows, group.channels, group.dtype, group.stage] == goal["group"]:
+            matching.append(group)
+    if not matching or matching[0].threads != threads:
         return None, "not in this run"
+    group = matching[0]
     above, below = goal["of"]
-    # The floor is what memory traffic allows at least, in copies.
-    names = (above, COPY if below == "floor" else below)
-    missing = [name for name in names if name not in group.times]
-    if missing:
-        return None, f"{missing[0]} not in this run"
-    found = group.ratio(*names)
+    # The floor is the least time that memory traffic allows, as a number of copies.
+    below_name = COPY if below == "floor" else below
+    for name in (above, below_name):
+        if name not in group.times:
+            return None, f"{name} not in this run"
+    measured = group.ratio(above, below_name)
     if below == "floor":
-        found = found.scaled(1 / FLOORS[group.stage])
-    return found, goal["note"] if goal["device"] == "cpu" else torch.cuda.get_device_name()
+        measured = measured.scaled(1 / FLOORS[group.stage])
+    note = goal["note"] if goal["device"] == "cpu" else torch.cuda.get_device_name()
+    return measured, note
 
 
 def _model_share(
-    goal: dict[str, Any], models: Sequence[ModelGroup], threads: int
+    goal: Row, models: Sequence[ModelGroup], threads: int
 ) -> tuple[Spread | None, str]:
+    """Return the share of DyISRU in a model that a goal is about, and LayerNorm's as a note."""
     for group in models:
-        if (
-            [group.name, group.batch] == goal["model"]
-            and group.threads == threads
-            and not group.compiled
-        ):
+        if [group.name, group.batch] != goal["model"]:
+            continue
+        if group.threads == threads and not group.compiled:
             return group.share("DyISRU"), f"LayerNorm's: {group.share('norms').median:.1%}"
     return None, "no model of this name in this run"

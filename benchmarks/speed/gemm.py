@@ -1,8 +1,8 @@
-"""A matrix product whose epilogue adds the residual and applies the function: a norm without a pass of its own.
+"""Compute a matrix product whose epilogue adds the residual and applies the function, without a second pass.
 
-A norm with statistics cannot do this: it needs the whole row before it can write the first element
-of it. No layer calls this, because the product is the model's own. It shows the fusion that a point-wise layer
-makes possible; benchmarks.gpu times it.
+A norm with statistics cannot do this, because it needs all of a row before it can write the first
+element. No layer calls this, because the product belongs to the model. It shows the fusion that a
+point-wise layer makes possible; benchmarks.gpu times it.
 """
 
 # Triton's language has Python's syntax, not its types, and its constants are in capitals.
@@ -30,13 +30,14 @@ from dynorm.kernels._triton import (
 )
 from dynorm.kernels._triton_functions import parameter, value
 
-# From Hopper on, the copy engine loads tiles by descriptors; it wants addresses and rows aligned to
-# this many bytes.
-_COPY_ENGINE, _ALIGNMENT = (9, 0), 16
+# From Hopper on, the copy engine loads tiles by descriptors.
+_COPY_ENGINE = (9, 0)
+# It needs addresses and rows that are aligned to this number of bytes.
+_ALIGNMENT = 16
 
 
 class Tile(NamedTuple):
-    """A configuration: a tile's sizes, who computes it, and whether its columns are finished in two halves."""
+    """The sizes of a tile, its warps and stages, and whether its columns are finished in two halves."""
 
     rows: int
     columns: int
@@ -46,7 +47,7 @@ class Tile(NamedTuple):
     halves: bool
 
 
-# By bytes of an element: float32 tiles need twice the shared memory.
+# By the bytes of an element, because float32 tiles need twice the shared memory.
 TILES = {
     2: (
         Tile(64, 64, 64, 4, 5, False),
@@ -95,44 +96,55 @@ def gemm_add_forward(
         ArgumentError: dtypes, sizes, layout or devices do not fit.
     """
     _check(a, b, residual)
-    (m, k), n = a.shape, b.shape[1]
+    m, k = a.shape
+    n = b.shape[1]
     check_parameters(a, n, parameters[:5])
-    given = kernel_parameters(form, parameters)[:5]
+    function_parameters = kernel_parameters(form, parameters)[:5]
     check_parameters(a, n, (None, None, None, gemm_bias))
-    h, y = torch.empty_like(residual), torch.empty_like(residual)
+    h = torch.empty_like(residual)
+    y = torch.empty_like(residual)
     if not h.numel():
         return y, h
-    by_columns = b.stride(0) == 1
-    right = b.t() if by_columns else b
-    described = _has_copy_engine(a) and _can_be_described(a) and _can_be_described(right)
-    processors = (
-        torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
-    )
-    options = {
-        "FUNCTION": int(form.function),
-        "PER_CHANNEL": given[0].numel() > 1,
-        "DESCRIPTORS": described,
-        "B_BY_COLUMNS": by_columns,
-        "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
-        "GROUP": 8,
-    }
+    b_by_columns = b.stride(0) == 1
+    # b as it lies in memory.
+    stored = b.t() if b_by_columns else b
+    described = _has_copy_engine(a) and _can_be_described(a) and _can_be_described(stored)
+    highest = torch.get_float32_matmul_precision() == "highest"
+    precision = "ieee" if highest else "tf32"
+    processors = _processors(a)
 
     def launch(tile: Tile) -> None:
-        tiles = ceil_divide(m, tile.rows) * ceil_divide(n, tile.columns)
-        left_block, right_block = (tile.rows, tile.depth), (tile.depth, tile.columns)
-        operands = (a, b)
+        programs = ceil_divide(m, tile.rows) * ceil_divide(n, tile.columns)
+        left = a
+        right = b
         if described:
-            # The copy engine loads blocks by descriptors.
-            blocks = ((a, left_block), (right, right_block[::-1] if by_columns else right_block))
-            operands = [
-                TensorDescriptor(t, list(t.shape), list(t.stride()), list(block))
-                for t, block in blocks
-            ]
-        # With descriptors a program per processor, which walks its tiles; else a program per tile.
-        gemm_add_kernel[(min(processors, tiles) if described else tiles,)](
-            *(*operands, residual, gemm_bias, *given, y, h),
-            *(m, n, k, *a.stride(), *b.stride(), form.scale),
-            **options,
+            left = _descriptor(a, tile.rows, tile.depth)
+            if b_by_columns:
+                right = _descriptor(stored, tile.columns, tile.depth)
+            else:
+                right = _descriptor(stored, tile.depth, tile.columns)
+            # One program per processor, which computes several tiles.
+            programs = min(processors, programs)
+        gemm_add_kernel[(programs,)](
+            left,
+            right,
+            residual,
+            gemm_bias,
+            *function_parameters,
+            y,
+            h,
+            m,
+            n,
+            k,
+            *a.stride(),
+            *b.stride(),
+            form.scale,
+            FUNCTION=int(form.function),
+            PER_CHANNEL=function_parameters[0].numel() > 1,
+            DESCRIPTORS=described,
+            B_BY_COLUMNS=b_by_columns,
+            PRECISION=precision,
+            GROUP=8,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.columns,
             BLOCK_K=tile.depth,
@@ -142,32 +154,43 @@ def gemm_add_forward(
         )
 
     with torch.cuda.device_of(a):
-        # Few rows want other tiles than many: timed apart, by powers of 2.
-        key = (a.device, a.dtype, m.bit_length(), n, k, described, by_columns, options["PRECISION"])
+        # The best tile depends on the number of rows, by powers of 2.
+        key = (a.device, a.dtype, m.bit_length(), n, k, described, b_by_columns, precision)
         launch(choose(key, TILES[a.element_size()], launch))
     return y, h
 
 
+def _processors(a: Tensor) -> int:
+    """Return the number of multiprocessors of a tensor's GPU; 2 in the interpreter."""
+    if not a.is_cuda:
+        return 2
+    return torch.cuda.get_device_properties(a.device).multi_processor_count
+
+
+def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return the descriptor by which the copy engine loads blocks of a matrix."""
+    shape = list(matrix.shape)
+    strides = list(matrix.stride())
+    return TensorDescriptor(matrix, shape, strides, [rows, columns])
+
+
 def _check(a: Tensor, b: Tensor, residual: Tensor) -> None:
     """Refuse tensors without a product, and reads out of bounds."""
-    if (
-        a.ndim != 2
-        or b.ndim != 2
-        or a.shape[1] != b.shape[0]
-        or residual.shape != (a.shape[0], b.shape[1])
-    ):
+    is_product = a.ndim == 2 and b.ndim == 2 and a.shape[1] == b.shape[0]
+    if not is_product or residual.shape != (a.shape[0], b.shape[1]):
         raise ArgumentError(
             f"a, b and residual must be (M, K), (K, N) and (M, N), got {tuple(a.shape)}, "
-            f"{tuple(b.shape)} and "
-            f"{tuple(residual.shape)}: flatten the leading dimensions, transpose the weight"
+            f"{tuple(b.shape)} and {tuple(residual.shape)}: flatten the leading dimensions, "
+            "transpose the weight"
         )
     if a.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ArgumentError(f"a must be float32, bfloat16 or float16, got {a.dtype}: convert it")
-    if {b.dtype, residual.dtype} != {a.dtype} or {b.device, residual.device} != {a.device}:
+    same_dtype = a.dtype == b.dtype == residual.dtype
+    same_device = a.device == b.device == residual.device
+    if not same_dtype or not same_device:
         raise ArgumentError(
             f"a, b and residual must share dtype and device, got {a.dtype}, {b.dtype} and "
-            f"{residual.dtype} on "
-            f"{a.device}, {b.device} and {residual.device}: convert them"
+            f"{residual.dtype} on {a.device}, {b.device} and {residual.device}: convert them"
         )
     if not residual.is_contiguous():
         raise ArgumentError(
@@ -176,7 +199,7 @@ def _check(a: Tensor, b: Tensor, residual: Tensor) -> None:
 
 
 def _has_copy_engine(a: Tensor) -> bool:
-    """Say whether descriptors help: for 16 bits only, float32 products are bound by arithmetic."""
+    """Return whether descriptors help: only for 16 bits, because float32 is bound by arithmetic."""
     if a.element_size() != 2:
         return False
     if interpreted():
@@ -185,13 +208,16 @@ def _has_copy_engine(a: Tensor) -> bool:
 
 
 def _can_be_described(matrix: Tensor) -> bool:
-    """Say whether a matrix has the layout that the copy engine reads: contiguous rows, aligned."""
+    """Return whether the copy engine can read a matrix: its rows are contiguous and aligned."""
+    if not matrix.numel():
+        return False
     row, column = matrix.stride()
-    aligned = matrix.data_ptr() % _ALIGNMENT == 0 and row * matrix.element_size() % _ALIGNMENT == 0
-    return matrix.numel() > 0 and column == 1 and row >= matrix.shape[1] and aligned
+    row_bytes = row * matrix.element_size()
+    is_aligned = matrix.data_ptr() % _ALIGNMENT == 0 and row_bytes % _ALIGNMENT == 0
+    return column == 1 and row >= matrix.shape[1] and is_aligned
 
 
-# The interpreter multiplies bfloat16 by its bits; in float32 the products are the same, and right.
+# The interpreter multiplies the bits of bfloat16; in float32 the products are right.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -229,20 +255,22 @@ def gemm_add_kernel(
 ):
     """Compute tiles of ``h = a @ b + gemm_bias + residual`` and ``y = weight * scale * f(h - center) + bias``.
 
-    With ``DESCRIPTORS`` a and b are tensor descriptors, loaded by the copy engine, and a program
-    computes several tiles, so that the next one loads while this one is finished; else they are
-    pointers with any strides.
+    With ``DESCRIPTORS`` a and b are tensor descriptors, which the copy engine loads, and a program
+    computes several tiles, so that the next one loads while this one is finished. Otherwise they
+    are pointers with any strides.
     """
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(
         tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=DESCRIPTORS
     ):
-        # Groups of GROUP rows of tiles, walked down the columns, so that the read values stay in the
-        # cache.
-        first = (tile // (GROUP * tiles_n)) * GROUP
+        # Go down the columns of GROUP rows of tiles, so that the values stay in the cache.
+        group_tiles = GROUP * tiles_n
+        first = (tile // group_tiles) * GROUP
         height = tl.minimum(tiles_m - first, GROUP)
-        in_group = tile % (GROUP * tiles_n)
-        m, n = (first + in_group % height) * BLOCK_M, (in_group // height) * BLOCK_N
+        in_group = tile % group_tiles
+        m = (first + in_group % height) * BLOCK_M
+        n = (in_group // height) * BLOCK_N
         rows = m.to(tl.int64) + tl.arange(0, BLOCK_M)
         columns = n.to(tl.int64) + tl.arange(0, BLOCK_N)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -252,31 +280,71 @@ def gemm_add_kernel(
                 right = b.load([n, k]).T if B_BY_COLUMNS else b.load([k, n])
             else:
                 depth = k + tl.arange(0, BLOCK_K)
-                # Rows and columns outside are wrapped around, for they are not stored: only the
-                # depth needs a mask.
-                left_offset = (rows % M)[:, None] * a_by_m + depth[None, :].to(tl.int64) * a_by_k
-                right_offset = (
-                    depth[:, None].to(tl.int64) * b_by_k + (columns % N)[None, :] * b_by_n
-                )
-                left = tl.load(a + left_offset, depth[None, :] < K, other=0.0)
-                right = tl.load(b + right_offset, depth[:, None] < K, other=0.0)
+                across = depth[None, :]
+                down = depth[:, None]
+                # Rows and columns outside wrap around, because they are not stored. Only the depth
+                # needs a mask.
+                left_offset = (rows % M)[:, None] * a_by_m + across.to(tl.int64) * a_by_k
+                right_offset = down.to(tl.int64) * b_by_k + (columns % N)[None, :] * b_by_n
+                left = tl.load(a + left_offset, across < K, other=0.0)
+                right = tl.load(b + right_offset, down < K, other=0.0)
             if _INTERPRETED:
-                left, right = left.to(tl.float32), right.to(tl.float32)
+                left = left.to(tl.float32)
+                right = right.to(tl.float32)
             total = tl.dot(left, right, total, input_precision=PRECISION)
 
         parameters = (constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr)
         if HALVES:
             # One half after the other, so that they need half the registers and shared memory.
-            halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-            upper, lower = tl.split(halves)
+            halves = tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2))
+            upper, lower = tl.split(tl.permute(halves, (0, 2, 1)))
             columns = n.to(tl.int64) + tl.arange(0, BLOCK_N // 2)
-            finish(upper, rows, columns, M, N, residual_ptr, gemm_bias_ptr, parameters, y_ptr, h_ptr, scale,
-                   FUNCTION, PER_CHANNEL)  # fmt: skip
-            finish(lower, rows, columns + BLOCK_N // 2, M, N, residual_ptr, gemm_bias_ptr, parameters, y_ptr, h_ptr,
-                   scale, FUNCTION, PER_CHANNEL)  # fmt: skip
+            finish(
+                upper,
+                rows,
+                columns,
+                M,
+                N,
+                residual_ptr,
+                gemm_bias_ptr,
+                parameters,
+                y_ptr,
+                h_ptr,
+                scale,
+                FUNCTION,
+                PER_CHANNEL,
+            )
+            finish(
+                lower,
+                rows,
+                columns + BLOCK_N // 2,
+                M,
+                N,
+                residual_ptr,
+                gemm_bias_ptr,
+                parameters,
+                y_ptr,
+                h_ptr,
+                scale,
+                FUNCTION,
+                PER_CHANNEL,
+            )
         else:
-            finish(total, rows, columns, M, N, residual_ptr, gemm_bias_ptr, parameters, y_ptr, h_ptr, scale,
-                   FUNCTION, PER_CHANNEL)  # fmt: skip
+            finish(
+                total,
+                rows,
+                columns,
+                M,
+                N,
+                residual_ptr,
+                gemm_bias_ptr,
+                parameters,
+                y_ptr,
+                h_ptr,
+                scale,
+                FUNCTION,
+                PER_CHANNEL,
+            )
 
 
 @triton.jit
@@ -295,15 +363,16 @@ def finish(
     FUNCTION: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
 ):
-    """Add the bias and the residual to a tile of the product, store it, and its function."""
+    """Add the bias and the residual to a tile of the product, and store it and its function."""
     constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr = parameters
-    channel, inside = columns[None, :], (columns < N)[None, :]
+    channel = columns[None, :]
+    inside = channel < N
     mask = (rows < M)[:, None] & inside
     offset = rows[:, None] * N + channel
     if gemm_bias_ptr is not None:
         total += parameter(gemm_bias_ptr, channel, inside, True, tl.float32)
     total += tl.load(residual_ptr + offset, mask, other=0.0).to(tl.float32)
-    # Rounded first, so that y is the function of the h that is returned.
+    # Round first, so that y is the function of the h that is returned.
     h = total.to(h_ptr.dtype.element_ty)
     tl.store(h_ptr + offset, h, mask)
     u = h.to(tl.float32)

@@ -1,4 +1,4 @@
-"""Whole models with their norms, with ours, and with nothing in their place, which is the limit."""
+"""Make whole models with their norms, with DyISRU, and with identities, which are the limit."""
 
 from __future__ import annotations
 
@@ -17,14 +17,22 @@ from benchmarks.speed.check import WrongResultError
 from dynorm import calibrate_, convert_, find_norms
 
 VARIANTS = ("norms", "DyISRU", "identities")
-# Relative to the largest value of the output: an error of one layer grows in the next ones.
+# Relative to the largest value of the output, because the error of one layer grows in the next.
 TOLERANCE = 2e-3
 VOCABULARY = 1000
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model in its variants, all in eval mode, and one input in words and as keyword arguments."""
+    """A model in its variants, all in eval mode, with one input.
+
+    Args:
+        name: the model's name.
+        batch: the input in words.
+        norms: the number of norms.
+        variants: the model in its variants, by name.
+        inputs: the input as keyword arguments.
+    """
 
     name: str
     batch: str
@@ -41,8 +49,8 @@ def pretrained(
 ) -> list[WholeModel]:
     """Load a transformers model and make its variants, which all batches share.
 
-    A batch is so many texts of so many tokens, at most the model's positions; they are random, none
-    is padding.
+    A batch is a pair of numbers of texts and of tokens per text; the latter is at most the number
+    of the model's positions. The tokens are random, and none is padding.
     """
     from dynorm.jobs.checkpoint import load_pretrained
 
@@ -50,16 +58,15 @@ def pretrained(
     generator = torch.Generator().manual_seed(0)
     config: Any = loaded.model.config
     words = min(VOCABULARY, config.vocab_size)
-    batches = [
-        (texts, min(tokens, getattr(config, "max_position_embeddings", tokens)))
-        for texts, tokens in batches
-    ]
-    inputs = []
+    inputs = {}
     for texts, tokens in batches:
+        tokens = min(tokens, getattr(config, "max_position_embeddings", tokens))
         ids = torch.randint(words, (texts, tokens), generator=generator).to(device)
-        inputs.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    labels = [f"{texts} x {tokens} tokens" for texts, tokens in batches]
-    return _entries(name or Path(folder).resolve().name, loaded.model, labels, inputs)
+        inputs[_in_words(texts, tokens)] = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+        }
+    return _with_variants(name or Path(folder).resolve().name, loaded.model, inputs)
 
 
 def gpt2_block(batches: Sequence[tuple[int, int]], device: str = "cpu") -> list[WholeModel]:
@@ -69,73 +76,85 @@ def gpt2_block(batches: Sequence[tuple[int, int]], device: str = "cpu") -> list[
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        block = GPT2Block(GPT2Config(attn_implementation="sdpa"), layer_idx=0).eval().to(device)
-        inputs = [
-            {"hidden_states": torch.randn(texts, tokens, 768).to(device)}
-            for texts, tokens in batches
-        ]
-    return _entries(
-        "GPT-2 block", block, [f"{texts} x {tokens} tokens" for texts, tokens in batches], inputs
-    )
+        config = GPT2Config(attn_implementation="sdpa")
+        block = GPT2Block(config, layer_idx=0).eval().to(device)
+        inputs = {}
+        for texts, tokens in batches:
+            hidden = torch.randn(texts, tokens, 768).to(device)
+            inputs[_in_words(texts, tokens)] = {"hidden_states": hidden}
+    return _with_variants("GPT-2 block", block, inputs)
 
 
-def _entries(
-    name: str, model: nn.Module, labels: Sequence[str], inputs: Sequence[Any]
+def _in_words(texts: int, tokens: int) -> str:
+    return f"{texts} x {tokens} tokens"
+
+
+def _with_variants(
+    name: str,
+    model: nn.Module,
+    inputs: Mapping[str, dict[str, Tensor]],
 ) -> list[WholeModel]:
-    # Nothing here is trained: a gradient would be one more thing to look for in every call.
+    """Make the variants of a model, calibrated on the first of its inputs, which are by their words."""
+    # Nothing here is trained, and calls need not look for gradients.
     model.requires_grad_(False)
-    ours, without = copy.deepcopy(model), copy.deepcopy(model)
-    sites = find_norms(ours, **inputs[0])
-    report = convert_(ours, sites, to="dyisru", per_channel=False, witnesses=0)
-    calibrate_(ours, [inputs[0]])
-    ours.requires_grad_(False)
+    converted = copy.deepcopy(model)
+    without = copy.deepcopy(model)
+    first = next(iter(inputs.values()))
+    sites = find_norms(converted, **first)
+    report = convert_(converted, sites, to="dyisru", per_channel=False, witnesses=0)
+    calibrate_(converted, [first])
+    converted.requires_grad_(False)
     for site in report.converted:
         for path in (site.path, *site.aliases):
             without.set_submodule(path, nn.Identity())
-    variants = dict(zip(VARIANTS, (model, ours.eval(), without), strict=True))
-    count = len(report.converted)
-    return [
-        WholeModel(name, label, count, variants, given)
-        for label, given in zip(labels, inputs, strict=True)
-    ]
+    variants = {"norms": model, "DyISRU": converted.eval(), "identities": without}
+    norms = len(report.converted)
+    models = []
+    for words, example in inputs.items():
+        models.append(WholeModel(name, words, norms, variants, example))
+    return models
 
 
 def calls(model: WholeModel, compiled: bool) -> dict[str, Callable[[], Any]]:
     """Return a forward pass of each variant, to be called under ``torch.no_grad()``."""
-    made: dict[str, Callable[[], Any]] = {}
+    by_variant: dict[str, Callable[[], Any]] = {}
     for name, variant in model.variants.items():
-        call: Callable[..., Any] = torch.compile(variant, dynamic=False) if compiled else variant
-        made[name] = partial(call, **model.inputs)
-    return made
+        call: Callable[..., Any] = variant
+        if compiled:
+            call = torch.compile(variant, dynamic=False)
+        by_variant[name] = partial(call, **model.inputs)
+    return by_variant
 
 
 def check_model(model: WholeModel, timed: Mapping[str, Callable[[], Any]]) -> int:
-    """Compare each variant with its float64 copy, whose point-wise layers are computed by the plain definition."""
+    """Compare each variant with its float64 copy, whose point-wise layers use the plain definition."""
+    inputs = {}
+    for key, value in model.inputs.items():
+        inputs[key] = value.double() if value.is_floating_point() else value
     for name, call in timed.items():
         exact_model = copy.deepcopy(model.variants[name]).double()
-        given = {
-            key: value.double() if value.is_floating_point() else value
-            for key, value in model.inputs.items()
-        }
-        # In a mode every operation is watched, so that the plain definition serves.
+        # Under a mode the layers do not use their kernels, but the plain definition.
         with torch.no_grad(), BaseTorchFunctionMode():
-            exact = first_tensor(exact_model(**given))
+            exact = first_tensor(exact_model(**inputs))
         with torch.no_grad():
-            found = first_tensor(call()).double()
-        error, size = float((found - exact).abs().max()), float(exact.abs().max())
+            result = first_tensor(call()).double()
+        error = float((result - exact).abs().max())
+        size = float(exact.abs().max())
         if not error <= TOLERANCE * size:
             raise WrongResultError(
                 f"{model.name} with {name}, {model.batch}, must give the same as in float64, but "
-                "it is off by "
-                f"{error / size:.2g} of its largest value, where {TOLERANCE:.2g} is allowed: "
-                "nothing was timed"
+                f"it is off by {error / size:.2g} of its largest value, where {TOLERANCE:.2g} is "
+                "allowed: nothing was timed"
             )
     return len(timed)
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the first part of a model's output: hidden states or logits."""
+    """Return the first tensor of a model's output: hidden states or logits."""
     if isinstance(output, Tensor):
         return output
     values = output.values() if isinstance(output, Mapping) else output
-    return next(value for value in values if isinstance(value, Tensor))
+    for value in values:
+        if isinstance(value, Tensor):
+            return value
+    raise ValueError("the output of the model has no tensor")

@@ -1,4 +1,4 @@
-"""The results as a picture: how many times as fast as torch's LayerNorm each layer is, by the size of the input."""
+"""Draw how many times as fast as torch's LayerNorm each layer is, by the size of the input."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.speed.machine import summary
+from benchmarks.speed.machine import in_words, summary
 from dynorm.family import FAMILY
 from dynorm.report.colours import COLOURS
 
@@ -14,19 +14,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PASSES = {"forward": "forward", "backward": "backward alone", "both": "forward + backward"}
-COLORS = {FAMILY[name].title: COLOURS[name] for name in ("dyisru", "dyt", "derf")}
-COPY, LIMIT = "copy, output given", "all that memory allows"
+COLORS = {
+    FAMILY["dyisru"].title: COLOURS["dyisru"],
+    FAMILY["dyt"].title: COLOURS["dyt"],
+    FAMILY["derf"].title: COLOURS["derf"],
+}
+COPY = "copy, output given"
+Row = dict[str, Any]
 
 
 def draw(document: dict[str, Any]) -> bytes:
-    """Return a PNG of a run's document: a panel for each pass, for its first dtype and number of threads."""
+    """Return a PNG of a run's first dtype and number of threads, with a panel for each pass."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    settings = document["settings"]["threads"][0], document["operations"][0]["dtype"]
-    groups = [
-        group for group in document["operations"] if (group["threads"], group["dtype"]) == settings
-    ]
+    threads = document["settings"]["threads"][0]
+    dtype = document["operations"][0]["dtype"]
+    groups_of_pass: dict[str, list[Row]] = {stage: [] for stage in PASSES}
+    for group in document["operations"]:
+        if group["threads"] == threads and group["dtype"] == dtype:
+            groups_of_pass[group["pass"]].append(group)
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(
@@ -34,37 +41,42 @@ def draw(document: dict[str, Any]) -> bytes:
         )
         figure = Figure(figsize=(9, 3.7), layout="constrained")
         panels = figure.subplots(1, len(PASSES), sharey=True)
-        for axes, (stage, title) in zip(panels, PASSES.items(), strict=True):
-            _draw_pass(axes, [group for group in groups if group["pass"] == stage])
-            axes.set_title(title, fontsize=11)
+        for axes, stage in zip(panels, PASSES, strict=True):
+            _draw_pass(axes, groups_of_pass[stage])
+            axes.set_title(PASSES[stage], fontsize=11)
         panels[0].set_ylabel("times as fast as torch's LayerNorm")
         handles, names = panels[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside upper center", ncols=len(names), frameon=False)
-        words = f"{summary(document['machine'])}, {settings[0]} thread{'s' * (settings[0] != 1)}, {settings[1]}"
-        figure.supxlabel(words, fontsize=8, color="#606060")
+        machine = summary(document["machine"])
+        caption = f"{machine}, {in_words(threads)}, {dtype}"
+        figure.supxlabel(caption, fontsize=8, color="#606060")
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()
 
 
-def _draw_pass(axes: Axes, groups: Sequence[dict[str, Any]]) -> None:
-    """Draw one pass: a line for each layer, quartiles as bars, LayerNorm at 1, and the limit of memory dashed."""
+def _draw_pass(axes: Axes, groups: Sequence[Row]) -> None:
+    """Draw one pass: a line for each layer with its quartiles, LayerNorm at 1, and the limit of memory."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axes.axhline(1, color="#111111", linewidth=1.2, label="LayerNorm")
     for name, color in COLORS.items():
-        found = [(place, group["contenders"].get(name)) for place, group in enumerate(groups)]
-        here = [
-            (place, entry["times_as_fast_as_layer_norm"])
-            for place, entry in found
-            if entry is not None
-        ]
-        bars = [[y - low for _, (y, low, _) in here], [high - y for _, (y, _, high) in here]]
-        x, y = [place for place, _ in here], [values[0] for _, values in here]
+        x = []
+        y = []
+        below = []
+        above = []
+        for place, group in enumerate(groups):
+            entry = group["contenders"].get(name)
+            if entry is not None:
+                median, lower, upper = entry["times_as_fast_as_layer_norm"]
+                x.append(place)
+                y.append(median)
+                below.append(median - lower)
+                above.append(upper - median)
         axes.errorbar(
             x,
             y,
-            bars,
+            [below, above],
             label=name,
             color=color,
             marker="o",
@@ -72,12 +84,17 @@ def _draw_pass(axes: Axes, groups: Sequence[dict[str, Any]]) -> None:
             elinewidth=0.8,
             linewidth=1.8,
         )
-    floors = [
-        group["contenders"][COPY]["times_as_fast_as_layer_norm"][0] / group["floor_over_copy"]
-        for group in groups
-    ]
+    limits = []
+    for group in groups:
+        copy_median = group["contenders"][COPY]["times_as_fast_as_layer_norm"][0]
+        limits.append(copy_median / group["floor_over_copy"])
     axes.plot(
-        range(len(groups)), floors, color="#808080", linewidth=1.2, linestyle="--", label=LIMIT
+        range(len(groups)),
+        limits,
+        color="#808080",
+        linewidth=1.2,
+        linestyle="--",
+        label="all that memory allows",
     )
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(FixedLocator([0.5, 1, 2, 5, 10, 20]))

@@ -1,4 +1,4 @@
-"""The whole run: every case is checked, then timed, and all becomes one document of plain values."""
+"""Check every case, then time it, and return one document of plain values."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from dynorm.errors import DynormError
 
 MODEL_BATCHES = ((1, 32), (8, 128))
 BLOCK_BATCHES = ((1, 128), (8, 128))
-# A model's share of a few per cent needs more rounds than a ratio of two.
+# A share of a few per cent needs more rounds than a ratio of two.
 MODEL_ROUNDS = 5
 Track = Callable[[Sequence[Any], str], Iterable[Any]]
 
 
 @dataclass
-class Found:
-    """Groups in the order they were timed, and how many tensors were compared."""
+class Results:
+    """Groups in the order of their timing, and the number of tensors that were compared."""
 
     groups: list[Group] = field(default_factory=list)
     models: list[ModelGroup] = field(default_factory=list)
@@ -52,28 +52,31 @@ def run(
     ratios that goals.json names; plain values for JSON. A wrong result ends the run before it is
     timed.
     """
-    before, threads_before, found = load_average(), torch.get_num_threads(), Found()
-    whole = (
-        models.pretrained(model, MODEL_BATCHES, settings.device, name) if model is not None else []
-    )
-    whole += models.gpt2_block(BLOCK_BATCHES, settings.device) if block else []
+    load_before = load_average()
+    threads_before = torch.get_num_threads()
+    whole_models = []
+    if model is not None:
+        whole_models += models.pretrained(model, MODEL_BATCHES, settings.device, name)
+    if block:
+        whole_models += models.gpt2_block(BLOCK_BATCHES, settings.device)
     modes = (False, True) if settings.compiled else (False,)
-    cases = product(settings.threads, settings.dtypes, settings.sizes)
-    jobs = [
-        partial(_measure_case, settings, *size, dtype, threads) for threads, dtype, size in cases
-    ]
-    jobs += [
-        partial(_measure_model, settings, *each) for each in product(whole, settings.threads, modes)
-    ]
+    jobs = []
+    for threads, dtype, size in product(settings.threads, settings.dtypes, settings.sizes):
+        jobs.append(partial(_measure_case, settings, *size, dtype, threads))
+    for whole_model, threads, compiled in product(whole_models, settings.threads, modes):
+        jobs.append(partial(_measure_model, settings, whole_model, threads, compiled))
+    results = Results()
     try:
         for job in track(jobs, "bench"):
-            job(found)
+            job(results)
     finally:
         torch.set_num_threads(threads_before)
         torch.compiler.reset()
+    machine = describe(settings.device)
+    machine["load_before"] = load_before
+    machine["load_after"] = load_average()
     return {
-        "machine": describe(settings.device)
-        | {"load_before": before, "load_after": load_average()},
+        "machine": machine,
         "settings": {
             "rounds": settings.rounds,
             "seconds_a_group": settings.seconds,
@@ -83,56 +86,70 @@ def run(
             "seed": settings.seed,
             "gradient": "forward passes and models under torch.no_grad(); inputs and parameters of one dtype",
         },
-        "tensors_checked": found.compared,
-        "targets": ratios(found.groups, found.models, settings.threads[0], settings.device),
-        "operations": [group.to_dict() for group in found.groups],
-        "models": [group.to_dict() for group in found.models],
+        "tensors_checked": results.compared,
+        "targets": ratios(results.groups, results.models, settings.threads[0], settings.device),
+        "operations": [group.to_dict() for group in results.groups],
+        "models": [group.to_dict() for group in results.models],
     }
 
 
 def _measure_case(
-    settings: Settings, rows: int, channels: int, dtype: str, threads: int, found: Found
+    settings: Settings,
+    rows: int,
+    channels: int,
+    dtype: str,
+    threads: int,
+    results: Results,
 ) -> None:
     """Check and time the three passes of a case."""
     torch.set_num_threads(threads)
-    # Otherwise code for other sizes counts against torch.compile's limit, after which it
-    # gives up.
+    # The code for other sizes would count against the limit at which torch.compile gives up.
     torch.compiler.reset()
     case = make_case(rows, channels, dtype, settings.device, settings.seed)
     entries = enter_modules(case, settings.only, settings.compiled)
     for stage in PASSES:
         with torch.set_grad_enabled(stage != "forward"), _compiling():
             entered = contenders(case, entries, stage, settings.only)
-            found.compared += check(case, entered)
-            calls = {contender.name: contender.call for contender in entered}
-            limits = {"rounds": settings.rounds, "seconds": settings.seconds}
+            results.compared += check(case, entered)
             times, repetitions = measure(
-                calls, **limits, seed=settings.seed, device=settings.device
+                {contender.name: contender.call for contender in entered},
+                rounds=settings.rounds,
+                seconds=settings.seconds,
+                seed=settings.seed,
+                device=settings.device,
             )
         outputs = {contender.name: contender.output for contender in entered}
-        found.groups.append(
-            Group(rows, channels, dtype, threads, stage, times, outputs, repetitions)
-        )
+        group = Group(rows, channels, dtype, threads, stage, times, outputs, repetitions)
+        results.groups.append(group)
 
 
 def _measure_model(
-    settings: Settings, model: models.WholeModel, threads: int, compiled: bool, found: Found
+    settings: Settings,
+    model: models.WholeModel,
+    threads: int,
+    compiled: bool,
+    results: Results,
 ) -> None:
+    """Check and time the variants of a model."""
     torch.set_num_threads(threads)
     torch.compiler.reset()
     with torch.no_grad(), _compiling():
-        timed = models.calls(model, compiled)
-        found.compared += models.check_model(model, timed)
-        limits = {"rounds": MODEL_ROUNDS * settings.rounds, "seconds": 2 * settings.seconds}
-        times, repetitions = measure(timed, **limits, seed=settings.seed, device=settings.device)
-    found.models.append(
-        ModelGroup(model.name, model.batch, model.norms, threads, compiled, times, repetitions)
-    )
+        calls = models.calls(model, compiled)
+        results.compared += models.check_model(model, calls)
+        times, repetitions = measure(
+            calls,
+            rounds=MODEL_ROUNDS * settings.rounds,
+            seconds=2 * settings.seconds,
+            seed=settings.seed,
+            device=settings.device,
+        )
+    group = ModelGroup(model.name, model.batch, model.norms, threads, compiled, times, repetitions)
+    results.models.append(group)
 
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Say what to do where torch.compile has no compiler, or fails otherwise."""
+    """Raise an error with advice if torch.compile fails, for example without a compiler."""
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import InductorError
 

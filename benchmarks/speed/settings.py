@@ -1,4 +1,4 @@
-"""The settings of a measurement, from the command line."""
+"""Read the settings of a measurement from the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ import torch
 from benchmarks.speed.cases import DTYPES
 from benchmarks.speed.contenders import NAMES
 
-SIZES = ((16, 384), (128, 768), (512, 768), (2048, 1024), (8192, 1024), (8192, 4096))
+SIZES = (
+    (16, 384),
+    (128, 768),
+    (512, 768),
+    (2048, 1024),
+    (8192, 1024),
+    (8192, 4096),
+)
 QUICK_SIZES = ((16, 384), (512, 768))
 # Some twenty tensors of this size are held at once.
 MOST_ELEMENTS = 1 << 27
@@ -24,7 +31,10 @@ MOST_ELEMENTS = 1 << 27
 
 @dataclass(frozen=True)
 class Settings:
-    """The inputs, and the most rounds and seconds that a group of contenders gets; ratios are of the first threads."""
+    """The inputs, and the most rounds and seconds for a group of contenders.
+
+    Ratios are of the first number of threads.
+    """
 
     sizes: tuple[tuple[int, int], ...] = SIZES
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
@@ -38,19 +48,30 @@ class Settings:
 
 
 def make_settings(arguments: argparse.Namespace) -> Settings:
-    """Return the settings that a parsed command line stands for."""
-    quick, device = arguments.quick, arguments.device
+    """Return the settings of a parsed command line."""
     most = all_threads()
+    if arguments.quick:
+        defaults = Settings(
+            sizes=QUICK_SIZES,
+            dtypes=("float32",),
+            threads=(most,),
+            compiled=False,
+            rounds=11,
+            seconds=1.0,
+        )
+    elif arguments.device != "cpu" or most == 1:
+        defaults = Settings(threads=(most,))
+    else:
+        defaults = Settings(threads=(most, 1))
     return Settings(
-        sizes=arguments.sizes or (QUICK_SIZES if quick else SIZES),
-        dtypes=arguments.dtypes or (("float32",) if quick else ("float32", "bfloat16")),
-        threads=arguments.threads
-        or ((most,) if quick or device != "cpu" else tuple(dict.fromkeys((most, 1)))),
+        sizes=arguments.sizes or defaults.sizes,
+        dtypes=arguments.dtypes or defaults.dtypes,
+        threads=arguments.threads or defaults.threads,
         only=tuple(arguments.only),
-        device=device,
-        compiled=not (quick or arguments.no_compile),
-        rounds=11 if quick else 31,
-        seconds=arguments.seconds or (1.0 if quick else 4.0),
+        device=arguments.device,
+        compiled=defaults.compiled and not arguments.no_compile,
+        rounds=defaults.rounds,
+        seconds=arguments.seconds or defaults.seconds,
         seed=arguments.seed,
     )
 
@@ -64,17 +85,21 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", type=Path, help="folder of a transformers model to time as a whole, too")
-    add("--name", help="what tables call the model; the folder's name by default")
+    add("--name", help="the model's name in tables; the folder's name by default")
     add(
         "--sizes",
         type=_list_of(_size),
-        help="rows x channels with commas between, such as 16x384,512x768",
+        help="rows x channels, separated by commas, such as 16x384,512x768",
     )
-    add("--dtypes", type=_list_of(_dtype), help=f"of {', '.join(DTYPES)}; the first two by default")
+    add(
+        "--dtypes",
+        type=_list_of(_dtype),
+        help=f"some of {', '.join(DTYPES)}; the first two by default",
+    )
     add(
         "--threads",
         type=_list_of(_threads),
-        help="numbers or all; all,1 by default; ratios are of the first",
+        help="numbers or all; all,1 by default; ratios are of the first number",
     )
     add(
         "--only",
@@ -92,9 +117,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--no-compile", action="store_true", help="leave torch.compile out")
     add("--no-block", action="store_true", help="leave the GPT-2 block out")
     add(
-        "--seconds", type=_seconds, help="what a group of contenders may take; 4, or 1 with --quick"
+        "--seconds",
+        type=_seconds,
+        help="most seconds for a group of contenders; 4, or 1 with --quick",
     )
-    add("--seed", type=int, default=0, help="of the inputs and of the order in each round")
+    add("--seed", type=int, default=0, help="seed of the inputs and of the order in each round")
     add("--out", type=Path, help="write the results here as JSON")
     add("--plot", type=Path, help="draw the results here as PNG")
     add("--json", action="store_true", help="print the results as JSON, and nothing else")
@@ -102,21 +129,30 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def all_threads() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-def _list_of(one: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    return lambda text: tuple(dict.fromkeys(one(part.strip()) for part in text.split(",")))
+def _list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Return a parser of several values with commas between them, without repetitions."""
+
+    def parse_list(text: str) -> tuple[Any, ...]:
+        values = [parse(part.strip()) for part in text.split(",")]
+        return tuple(dict.fromkeys(values))
+
+    return parse_list
 
 
 def _size(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)\s*[x×]\s*(\d+)", text)
-    if found is None:
+    match = re.fullmatch(r"(\d+)\s*[x×]\s*(\d+)", text)
+    if match is None:
         raise argparse.ArgumentTypeError(
             f"a size must be rows x channels, such as 512x768, got {text!r}"
         )
-    rows, channels = int(found[1]), int(found[2])
+    rows = int(match[1])
+    channels = int(match[2])
     if rows < 1 or channels < 2 or rows * channels > MOST_ELEMENTS:
         raise argparse.ArgumentTypeError(
             f"a size must have at least 1 row, 2 channels and at most {MOST_ELEMENTS:,} elements, "

@@ -1,4 +1,4 @@
-"""The clock: rounds in which every contender runs, in random order, and the medians and quartiles over them."""
+"""Time contenders in rounds in which all run in random order; return medians and quartiles over the rounds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dynorm.errors import ArgumentError
 
 Call = Callable[[], Any]
 LEAST_ROUNDS = 7
-# Seconds that one contender runs in one round; more on a GPU, where the end has to be waited for.
+# Seconds that one contender runs in one round; more on a GPU, because of the wait for the end.
 SLICE = {"cpu": 1e-3, "cuda": 1e-2}
 MOST_REPETITIONS = 1 << 20
 
 
 class Measured(NamedTuple):
-    """Seconds per call, one for each round, and the calls per round, by contender."""
+    """The seconds per call in each round, and the calls per round, by contender."""
 
     times: dict[str, list[float]]
     repetitions: dict[str, int]
@@ -41,46 +41,58 @@ def measure(
 ) -> Measured:
     """Time contenders side by side.
 
-    Each is warmed up and given as many repetitions as fill a millisecond (ten on a GPU). A round
-    runs all in an order of its own; the garbage collector waits until the last is done. All rounds
-    together take ``seconds`` or less, but there are at least :data:`LEAST_ROUNDS`, or ``rounds`` if
-    fewer.
+    Each is warmed up, and is repeated for a millisecond per round (ten on a GPU). All run in each
+    round, in a random order, and the garbage collector is off until the last one has run. All
+    rounds together take at most ``seconds``, unless that is fewer rounds than
+    :data:`LEAST_ROUNDS` or ``rounds``.
     """
     wait: Call = torch.cuda.synchronize if device == "cuda" else lambda: None
-    order, generator = list(calls), random.Random(seed)
+    repetitions: dict[str, int] = {}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    generator = random.Random(seed)
     with _uncollected():
-        estimates = {
-            name: _repetitions(call, SLICE[device], wait, clock) for name, call in calls.items()
-        }
-        round_seconds = sum(count * one for count, one in estimates.values())
+        round_seconds = 0.0
+        for name, call in calls.items():
+            count, call_seconds = _repetitions(call, SLICE[device], wait, clock)
+            repetitions[name] = count
+            round_seconds += count * call_seconds
         affordable = int(seconds / round_seconds) if round_seconds else rounds
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in repeat(None, min(rounds, max(LEAST_ROUNDS, affordable))):
+        for _ in range(min(rounds, max(LEAST_ROUNDS, affordable))):
             generator.shuffle(order)
             for name in order:
-                count = estimates[name][0]
-                if count > 1:
-                    # What came before has left its own data in the cache.
+                if repetitions[name] > 1:
+                    # The contender before has left its data in the cache.
                     calls[name]()
-                times[name].append(_timed(calls[name], count, wait, clock))
-    return Measured(times, {name: count for name, (count, _) in estimates.items()})
+                times[name].append(_timed(calls[name], repetitions[name], wait, clock))
+    return Measured(times, repetitions)
 
 
 def _repetitions(
-    call: Call, slice_: float, wait: Call, clock: Callable[[], float]
+    call: Call,
+    slice_: float,
+    wait: Call,
+    clock: Callable[[], float],
 ) -> tuple[int, float]:
-    """Return how many calls fill a slice, and the seconds of one; the tries are the warm-up."""
+    """Return the number of calls that fill a slice, and the seconds of one; the tries are the warm-up."""
     call()
     count = 1
     while True:
-        one = _timed(call, count, wait, clock)
-        if one * count >= slice_ or count >= MOST_REPETITIONS:
-            return count, one
-        # From the last time, but at most tenfold: the first calls are the slowest.
-        count = min(10 * count, max(count + 1, int(1.1 * slice_ / one) if one > 0 else 10 * count))
+        call_seconds = _timed(call, count, wait, clock)
+        if call_seconds * count >= slice_ or count >= MOST_REPETITIONS:
+            return count, call_seconds
+        # At most ten times the last number, because the first calls are the slowest.
+        most = 10 * count
+        estimate = int(1.1 * slice_ / call_seconds) if call_seconds > 0 else most
+        count = min(most, max(count + 1, estimate))
 
 
-def _timed(call: Call, count: int, wait: Call, clock: Callable[[], float]) -> float:
+def _timed(
+    call: Call,
+    count: int,
+    wait: Call,
+    clock: Callable[[], float],
+) -> float:
     wait()
     start = clock()
     for _ in repeat(None, count):
@@ -119,7 +131,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return the median and the quartiles, interpolated between neighbours; all alike for one value."""
+    """Return the median and the quartiles, interpolated between neighbours; of one value, the value."""
     if not values or not all(map(math.isfinite, values)):
         raise ArgumentError(f"a spread needs finite values, at least one, got {list(values)[:4]}")
     if len(values) == 1:
@@ -129,9 +141,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
-    """Return the spread of the ratios in each round: what slows a whole round down cancels."""
+    """Return the spread of the ratios in each round, in which a slow round cancels."""
     if len(above) != len(below):
         raise ArgumentError(
             f"two contenders must have the same rounds, got {len(above)} and {len(below)}"
         )
-    return spread([a / b for a, b in zip(above, below, strict=True)])
+    quotients = [a / b for a, b in zip(above, below, strict=True)]
+    return spread(quotients)

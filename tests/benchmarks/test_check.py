@@ -109,7 +109,7 @@ def test_an_output_that_is_not_written_is_found() -> None:
         check(case, [given])
         from benchmarks.speed import contenders as module
 
-        lazy = replace(given, results=partial(module._given, case, lambda: case.out))
+        lazy = replace(given, results=partial(module._output_given, case, lambda: case.out))
         with pytest.raises(WrongResultError, match=r"copy.*output"):
             check(case, [lazy])
 
