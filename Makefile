@@ -200,10 +200,11 @@ images:
 	$(BIN)/python -m benchmarks.images build/dinov2-calibrated/report.json build/dinov2-distilled/report.json
 	$(BIN)/python -m benchmarks.tables
 
-# How much the calibration of a decoder depends on the draw of its text, for docs/witnesses.md: an hour
-# and a quarter on 2 cores. What is measured already stays.
+# How much the calibration of a decoder depends on the draw of its text, for docs/witnesses.md: two
+# hours on 2 cores. What is measured already stays.
 draws: setup .venv/models.stamp
-	$(BIN)/python -m benchmarks.draws
+	$(BIN)/python -m benchmarks.draws --draws 5
+	$(BIN)/python -m benchmarks.draws --witnesses 8 --sizes 12 24 64 128
 	$(BIN)/python -m benchmarks.tables
 
 # Measure two figures of README and docs again, and fail if one is worse than the committed one by more than its noise: the divergence

@@ -1,9 +1,9 @@
 """Measure how much the calibration of a decoder, SmolLM2-135M-Instruct, depends on the draw of its text.
 
-``python -m benchmarks.draws`` calibrates on draws of docstrings, each in four sizes, and writes
+``python -m benchmarks.draws`` calibrates on draws of docstrings, each in several sizes, and writes
 benchmarks/results/draws.json. It does not measure rows again that are there already. A row takes
-about a minute on 2 cores. ``--check`` measures one more draw and fails if its divergence is more
-than three standard deviations above the committed mean. The packages of requirements-models.txt are
+one to three minutes. ``--check`` measures one more draw and fails if its divergence is more than
+three standard deviations above the committed mean. The packages of requirements-models.txt are
 needed.
 """
 
@@ -26,18 +26,18 @@ from benchmarks.subjects import Batches, Row, add_rows, calibrate, rows_so_far
 from dynorm.jobs.checkpoint import Pretrained, encode, load_pretrained, make_batches
 from dynorm.jobs.job import CALIBRATION_BLOCKS
 from dynorm.jobs.texts import split_texts, standard_library_docstrings
-from dynorm.recipe import Recipe
+from dynorm.recipe import DEFAULT_WITNESSES, Recipe
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 
 RESULTS = Path(__file__).parent / "results" / "draws.json"
 DRAWS = 10
-SIZES = (12, 24, 64, 128)
+SIZES = (12, 24, 64)
 LENGTH = 256
 HELD_OUT = 96
 MEASURED = 8
 ABOUT = {
-    "model": "SmolLM2-135M-Instruct, 61 RMSNorms, at most 8 witnesses each, calibrated only",
+    "model": "SmolLM2-135M-Instruct, 61 RMSNorms, calibrated only",
     "held_out": HELD_OUT,
     "blocks_measured": MEASURED,
     "length": LENGTH,
@@ -80,14 +80,15 @@ class Decoder:
         encoded = encode(self.pretrained, texts[: 40 * blocks], LENGTH)[:blocks]
         return make_batches(self.pretrained, encoded, CALIBRATION_BLOCKS, 0)
 
-    def row(self, number: int, blocks: int) -> Row:
+    def row(self, number: int, blocks: int, witnesses: int) -> Row:
         """Calibrate a copy on a draw, and return its figures on every kind of text."""
-        recipe = Recipe(held_out=HELD_OUT, witnesses=8).filled(language_model=True)
+        recipe = Recipe(held_out=HELD_OUT, witnesses=witnesses).filled(language_model=True)
         model = copy.deepcopy(self.pretrained.model)
         batches = self.draw(number, blocks)
         started = time.perf_counter()
         calibrate(model, batches, recipe)
         row: Row = {
+            "witnesses": witnesses,
             "draw": number,
             "blocks": blocks,
             "seconds": round(time.perf_counter() - started),
@@ -108,9 +109,12 @@ def _licences() -> list[str]:
     return [file.read_text() for file in files if not file.is_symlink()]
 
 
-def summary(rows: list[Row], blocks: int, kind: str) -> dict[str, float]:
+def summary(rows: list[Row], witnesses: int, blocks: int, kind: str) -> dict[str, float]:
     """Return the mean, the worst and the standard deviation of the divergence over the draws."""
-    divergences = [row[kind]["kl"] for row in rows if row["blocks"] == blocks]
+    divergences = []
+    for row in rows:
+        if (row["witnesses"], row["blocks"]) == (witnesses, blocks):
+            divergences.append(row[kind]["kl"])
     if not divergences:
         return {"draws": 0}
     spread = statistics.stdev(divergences) if len(divergences) > 1 else 0.0
@@ -126,10 +130,10 @@ def check() -> None:
     """Measure one draw that is not among the committed ones; exit with 1 if it diverges far more."""
     rows = json.loads(RESULTS.read_text())["rows"]
     decoder = Decoder()
-    row = decoder.row(DRAWS, CHECKED)
+    row = decoder.row(DRAWS, CHECKED, DEFAULT_WITNESSES)
     failed = False
     for kind in decoder.tests:
-        committed = summary(rows, CHECKED, kind)
+        committed = summary(rows, DEFAULT_WITNESSES, CHECKED, kind)
         limit = committed["mean"] + NOISE * committed["noise"]
         is_worse = row[kind]["kl"] > limit
         failed = failed or is_worse
@@ -146,23 +150,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="measure one draw, compare, and stop")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="numbers of blocks")
+    parser.add_argument("--draws", type=int, default=DRAWS, help="number of draws")
+    parser.add_argument(
+        "--witnesses", type=int, default=DEFAULT_WITNESSES, help="per layer, at most"
+    )
     options = parser.parse_args()
     if options.check:
         check()
         return
     decoder = Decoder()
-    done = {(row["draw"], row["blocks"]) for row in rows_so_far(RESULTS)}
-    for number in range(DRAWS):
+    done = {place(row) for row in rows_so_far(RESULTS)}
+    for number in range(options.draws):
         for blocks in options.sizes:
-            if (number, blocks) not in done:
-                row = decoder.row(number, blocks)
+            if (options.witnesses, blocks, number) not in done:
+                row = decoder.row(number, blocks, options.witnesses)
                 add_rows(RESULTS, ABOUT, [row], order=place)
                 print(json.dumps(row), flush=True)
 
 
-def place(row: Row) -> tuple[int, int]:
+def place(row: Row) -> tuple[int, int, int]:
     """Return the key to sort rows by."""
-    return row["blocks"], row["draw"]
+    return row["witnesses"], row["blocks"], row["draw"]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import json
 import time
 from copy import deepcopy
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import dynorm
@@ -37,6 +38,29 @@ ABOUT = {
     "batch": 4,
     "witnesses": LayerOptions().filled(CHANNELS).most_witnesses,
 }
+
+
+def median_agreement(transcripts: list[str], correct: list[str]) -> float:
+    """Return the median over the files of one minus the word error rate.
+
+    One transcript that repeats itself has as many words as several files. It counts as one here.
+    """
+    shares = [agreement([text], [other]) for text, other in zip(transcripts, correct, strict=True)]
+    return round(median(shares), 4)
+
+
+def rounded(model: Any) -> Any:
+    """Return a copy of a speech model in bfloat16, which takes features in any dtype."""
+    copy = deepcopy(model).bfloat16()
+
+    def cast(encoder: Any, args: Any, kwargs: Any) -> Any:
+        features = [value.bfloat16() for value in args]
+        if "input_features" in kwargs:
+            kwargs["input_features"] = kwargs["input_features"].bfloat16()
+        return tuple(features), kwargs
+
+    copy.get_encoder().register_forward_pre_hook(cast, with_kwargs=True)
+    return copy
 
 
 def agreement(transcripts: list[str], correct: list[str]) -> float:
@@ -94,10 +118,10 @@ def main() -> None:
     before = transcripts(original)
     right_before = agreement(before, speech)
 
-    def add(stage: str, steps: int) -> None:
+    def add(stage: str, of_model: Any, steps: int = 0) -> None:
         held_out = inputs.batches(inputs.held_out, ABOUT["batch"])
-        output = compare(model, original, held_out)
-        now = transcripts(model)
+        output = compare(of_model, original, held_out)
+        now = transcripts(of_model)
         row: Row = {
             "stage": stage,
             "steps": steps,
@@ -106,16 +130,19 @@ def main() -> None:
         for name in FIGURES:
             row[name] = round(getattr(output, name), 4)
         row["word_agreement"] = agreement(now, before)
+        row["word_agreement_median"] = median_agreement(now, before)
         row["words_right"] = agreement(now, speech)
         row["words_right_original"] = right_before
         seconds = round(time.process_time() - started)
         add_rows(RESULTS, ABOUT, [row | {"cpu_seconds": seconds}])
         print(json.dumps(row), flush=True)
 
+    # The effect of rounding on the words.
+    add("the original in bfloat16", rounded(original))
     calibration = inputs.batches(inputs.fit[: recipe.calibration], CALIBRATION_BLOCKS, 0)
     fold_means_(model, calibration[0])
     calibrate(model, calibration, recipe)
-    add("calibrated", 0)
+    add("calibrated", model)
     weights = deepcopy(model.state_dict())
     for count in options.steps:
         model.load_state_dict(weights)
@@ -128,7 +155,7 @@ def main() -> None:
             bf16=not options.float32,
             quiet=True,
         )
-        add("distilled", count)
+        add("distilled", model, count)
 
 
 if __name__ == "__main__":

@@ -218,23 +218,22 @@ def decoder_table() -> str:
 
 
 def draws_table() -> str:
-    """Return one row per size of the calibration text: the divergence over the draws, per kind of text."""
+    """Return one row per number of witnesses and size of the calibration text, over the draws."""
     rows = load("draws")["rows"]
     kinds = ("docstrings", "reference", "licences", "random tokens")
     lines = [
-        f"| blocks of 256 tokens | draws | {' | '.join(kinds)} |",
-        "|---|---|---|---|---|---|",
+        f"| witnesses | blocks of 256 tokens | draws | {' | '.join(kinds)} |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for blocks in draws.SIZES:
-        summaries = [draws.summary(rows, blocks, kind) for kind in kinds]
-        count = summaries[0]["draws"]
-        if not count:
-            continue
-        cells = []
+    for witnesses, blocks in dict.fromkeys((row["witnesses"], row["blocks"]) for row in rows):
+        summaries = [draws.summary(rows, witnesses, blocks, kind) for kind in kinds]
+        cells = [str(witnesses), str(blocks), str(summaries[0]["draws"])]
+        # A divergence of some thousandths needs a third digit.
+        digits = 2 if witnesses < DEFAULT_WITNESSES else 3
         for summary in summaries:
-            spread = f"{summary['mean']:.2f} ± {summary['noise']:.2f}"
-            cells.append(f"{spread}, worst {summary['worst']:.2f}")
-        lines.append(f"| {blocks} | {count} | {' | '.join(cells)} |")
+            spread = f"{summary['mean']:.{digits}f} ± {summary['noise']:.{digits}f}"
+            cells.append(f"{spread}, worst {summary['worst']:.{digits}f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -298,14 +297,17 @@ def speech_table() -> str:
     """Return one row per stage of Whisper: how far it agrees with the original, and with the speech."""
     rows = load("speech")["rows"]
     lines = [
-        "| stage | files heard | same words | same likeliest token | KL | correct words |",
-        "|---|---|---|---|---|---|",
-        f"| the original | | | | | {rows[0]['words_right_original']:.1%} |",
+        "| stage | files heard | same words | in the median file | same likeliest token | KL | "
+        "correct words |",
+        "|---|---|---|---|---|---|---|",
+        f"| the original | | | | | | {rows[0]['words_right_original']:.1%} |",
     ]
     for row in rows:
-        shares = f"{row['word_agreement']:.1%} | {row['agreement']:.1%}"
-        figures = f"{shares} | {row['kl']:.2f} | {row['words_right']:.1%}"
-        lines.append(f"| {row['stage']} | {row['files']} | {figures} |")
+        cells = [row["stage"], str(row["files"] or "")]
+        for name in ("word_agreement", "word_agreement_median", "agreement"):
+            cells.append(f"{row[name]:.1%}")
+        cells += [f"{row['kl']:.3f}", f"{row['words_right']:.1%}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -295,3 +295,9 @@ def test_the_layer_of_a_recipe_is_that_of_its_sites_without_one() -> None:
         dynorm.convert_model(model, rows(), to="derf", refine=0, sites=sites)  # type: ignore[arg-type]
         assert type(model[0]) is dynorm.Derf
         assert type(model[2]) is (nn.LayerNorm if "_default" in sites else dynorm.Derf)
+
+
+def test_a_rate_of_a_refinement_needs_the_refinement() -> None:
+    with pytest.raises(ArgumentError, match="refine_lr must come with refine"):
+        Recipe(refine=0, refine_lr=1e-4).check()
+    Recipe(refine=1, refine_lr=1e-4).check()

@@ -320,6 +320,8 @@ class Recipe(Plain):
             raise ArgumentError(
                 f"give steps or minutes, not both: got steps={self.steps}, minutes={self.minutes}"
             )
+        if self.refine == 0 and self.refine_lr != Recipe.refine_lr:
+            raise ArgumentError("refine_lr must come with refine, but refine is 0")
         if self.steps or self.minutes:
             return
         unused = []

@@ -229,3 +229,13 @@ def test_a_model_that_cannot_be_copied_or_has_no_values_is_refused() -> None:
         dynorm.convert_model(model, data())
     with pytest.raises(ModelError, match="meta device"):
         dynorm.convert_model(model_of().to("meta"), data())
+
+
+def test_a_model_that_is_converted_in_part_is_refused_before_all_stages() -> None:
+    model = model_of()
+    dynorm.convert_model(model, data(), refine=0)
+    layer = model[1]
+    with pytest.raises(ModelError, match="restore_"):
+        dynorm.convert_model(model, data())
+    assert model[1] is layer
+    dynorm.convert_model(dynorm.restore_(model), data(), refine=0)

@@ -16,6 +16,7 @@ from dynorm.jobs.means import fold_means_
 from dynorm.layers import AnnealedNorm
 from dynorm.recipe import ModelFields, Recipe
 from dynorm.replace.convert import convert_sites_
+from dynorm.replace.converted import dynorm_layers, replaced_by
 from dynorm.report import ModelReport, measure
 from dynorm.report.cost import costs
 from dynorm.train.distill import distill_
@@ -55,7 +56,8 @@ def convert_model(
         ArgumentError: an option is unknown or outside its domain, or layers are annealed and
             ``refine`` is not 0.
         DataError: there are fewer than two batches, or the model does not take them.
-        ModelError: the model has no norm to replace, or cannot be converted or copied.
+        ModelError: the model has no norm to replace, is converted in part already, or cannot be
+            converted or copied.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
@@ -67,6 +69,13 @@ def convert_model(
     if recipe.refine and any(issubclass(layer.kind, AnnealedNorm) for layer in recipe.layers):
         raise ArgumentError(
             f"refine must be 0 for annealed layers, which are norms at first, got {recipe.refine}"
+        )
+    converted = [path for path, layer in dynorm_layers(model).items() if replaced_by(layer)]
+    if converted:
+        raise ModelError(
+            "the model must have its norms, because it is compared with the model before the "
+            f"conversion, but {converted[0]!r} is converted: call dynorm.restore_(model) first, or "
+            "convert_, calibrate_ and measure in place of convert_model"
         )
     fit = list(iterate(batches))
     if held_out is not None:
