@@ -23,7 +23,7 @@ OUT := build/$(if $(filter minilm,$(MODEL)),demo,$(MODEL))
 STEPS_minilm := 150
 STEPS_smollm2 := 0
 STEPS_dinov2 := 300
-STEPS_whisper := 24
+STEPS_whisper := 56
 LENGTH_GIVEN = $(if $(STEPS),--steps $(STEPS)) $(if $(MINUTES),--minutes $(MINUTES))
 LENGTH = $(if $(STEPS)$(MINUTES),$(LENGTH_GIVEN),--steps $(STEPS_$(MODEL)))
 
@@ -214,7 +214,7 @@ check-figures: setup .venv/models.stamp build/debian-descriptions.txt
 	$(BIN)/python -m benchmarks.retrieval --check build/untrained/model
 	$(BIN)/python -m benchmarks.draws --check
 
-# What a model of speech loses and gets back, for docs/quality.md: about a quarter of an hour.
+# What a model of speech loses and gets back, for docs/quality.md: an hour.
 speech: .venv/models.stamp build/speech
 	$(BIN)/python -m benchmarks.speech
 	$(BIN)/python -m benchmarks.tables

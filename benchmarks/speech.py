@@ -86,7 +86,7 @@ def main() -> None:
         "--steps",
         type=int,
         nargs="+",
-        default=[24],
+        default=[56],
         help="steps of 4 files; one distillation per number",
     )
     parser.add_argument(

@@ -25,6 +25,7 @@ NAMES = {
     "linear": "linear (control)",
 }
 STAGES = ("calibrated", "refined")
+STAGES_OF_SPEECH = ("calibrated", "distilled")
 RETRIEVED = {
     "original": "the original",
     "untrained": "converted, no training (`--refine 0`)",
@@ -119,7 +120,7 @@ def headline_table() -> str:
     retrieved = {row["model"]: row for row in load("retrieval")["rows"]}
     lines = [
         "| all-MiniLM-L6-v2, all 13 norms | right package first | mean reciprocal rank | "
-        "cosine: mean | worst |",
+        "mean cosine | worst cosine |",
         "|---|---|---|---|---|",
     ]
     for name, title, figures in (
@@ -142,19 +143,23 @@ def converted_table() -> str:
     trained = load("demo")["output"]
     decoder = models.decoder_rows(DEFAULT_WITNESSES)
     images = load("images")["rows"]
-    speech = load("speech")["rows"]
+    speech = [row for row in load("speech")["rows"] if row["stage"] in STAGES_OF_SPEECH]
 
     def loss(row: Row) -> str:
         kind = row["docstrings"]
-        return f"{kind['loss_difference']:+.3f} nats, {kind['agreement']:.0%} same token"
+        return f"loss {kind['loss_difference']:+.3f}, {kind['agreement']:.0%} same next token"
 
     def neighbours(row: Row) -> str:
-        return f"cosine {row['cosine_mean']:.3f}, {row['neighbours']:.0%} same neighbour"
+        return f"cosine {row['cosine_mean']:.3f}, {row['neighbours']:.0%} same nearest neighbour"
 
     distilled_decoder = "not run"
     if decoder[-1]["steps"]:
-        distilled_decoder = f"{loss(decoder[-1])}, {decoder[-1]['steps']} steps"
-    lines = ["| all norms replaced | no training | distilled |", "|---|---|---|"]
+        kind = decoder[-1]["docstrings"]
+        distilled_decoder = (
+            f"loss {kind['loss_difference']:+.3f}, {kind['agreement']:.0%}, "
+            f"{decoder[-1]['steps']} steps"
+        )
+    lines = ["| model, all norms replaced | no training | distilled |", "|---|---|---|"]
 
     def add(title: str, no_training: str, distilled: str) -> None:
         lines.append(f"| {title} | {no_training} | {distilled} |")
@@ -168,12 +173,13 @@ def converted_table() -> str:
     add(
         "[images](docs/howto/vision.md) DINOv2-small",
         neighbours(images[0]),
-        f"{neighbours(images[1])}, {images[1]['steps']} steps",
+        f"cosine {images[1]['cosine_mean']:.3f}, {images[1]['neighbours']:.0%}, "
+        f"{images[1]['steps']} steps",
     )
     add(
         "[speech](docs/howto/speech.md) Whisper tiny.en",
-        f"{speech[0]['word_agreement']:.0%} same words",
-        f"{speech[-1]['word_agreement']:.0%}, {speech[-1]['steps']} steps",
+        f"{speech[0]['word_agreement_median']:.0%} same words (median file)",
+        f"{speech[-1]['word_agreement_median']:.0%}, {speech[-1]['steps']} steps",
     )
     return "\n".join(lines)
 
