@@ -164,10 +164,10 @@ def _decoder(witnesses: int) -> list[str]:
     options = "--refine 0"
     distilled = "not run"
     if last["steps"]:
-        options += f" --steps {last['steps']}"
         distilled = f"{_two_losses(last)} ({last['steps']} steps)"
+    # With the default number no training is needed. The distilled row is what it would add.
     if witnesses != DEFAULT_WITNESSES:
-        options = f"--witnesses {witnesses} {options}"
+        options = f"--witnesses {witnesses} {options} --steps {last['steps']}"
     command = f"`dynorm convert MODEL OUT {options}`"
     return _row(
         f"SmolLM2-135M-Instruct, decoder, {witnesses} witnesses",
