@@ -475,7 +475,7 @@ def test_the_table_has_a_row_for_each_tested_model_and_no_other() -> None:
 def test_the_readme_says_how_many_models_are_tested() -> None:
     text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
     always, more = len(ALWAYS.split()), len(EXHAUSTIVE.split())
-    assert f"`find_norms` on {always} transformers architectures" in text
+    assert f"`find_norms` on {always} architectures" in text
     assert f"`make architectures` on {more} more" in text
 
 
