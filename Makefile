@@ -200,10 +200,10 @@ images:
 	$(BIN)/python -m benchmarks.images build/dinov2-calibrated/report.json build/dinov2-distilled/report.json
 	$(BIN)/python -m benchmarks.tables
 
-# How much the calibration of a decoder depends on the draw of its text, for docs/witnesses.md: two
-# hours on 2 cores. What is measured already stays.
+# How much the calibration of a decoder depends on the draw of its text, for docs/witnesses.md: an hour
+# and a half on 2 cores. What is measured already stays.
 draws: setup .venv/models.stamp
-	$(BIN)/python -m benchmarks.draws --draws 5
+	$(BIN)/python -m benchmarks.draws --draws 5 --sizes 24
 	$(BIN)/python -m benchmarks.draws --witnesses 8 --sizes 12 24 64 128
 	$(BIN)/python -m benchmarks.tables
 
