@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from torch import Tensor
+
 import dynorm
 from benchmarks.subjects import Row, add_rows, calibrate
 from dynorm.jobs.audio import Clip, find_audio
@@ -26,6 +28,7 @@ from dynorm.jobs.speech import Listener, word_errors
 from dynorm.jobs.texts import split_audio
 from dynorm.recipe import LayerOptions, Recipe
 from dynorm.report.conversion import compare
+from dynorm.stream.tensors import mapped
 from tools.demo_model import folder
 from tools.speech import gather
 
@@ -49,15 +52,17 @@ def median_agreement(transcripts: list[str], correct: list[str]) -> float:
     return round(median(shares), 4)
 
 
+def in_bfloat16(tensor: Tensor) -> Tensor:
+    """Cast a floating-point tensor."""
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+
 def rounded(model: Any) -> Any:
     """Return a copy of a speech model in bfloat16, which takes features in any dtype."""
     copy = deepcopy(model).bfloat16()
 
     def cast(encoder: Any, args: Any, kwargs: Any) -> Any:
-        features = [value.bfloat16() for value in args]
-        if "input_features" in kwargs:
-            kwargs["input_features"] = kwargs["input_features"].bfloat16()
-        return tuple(features), kwargs
+        return mapped((args, kwargs), in_bfloat16)
 
     copy.get_encoder().register_forward_pre_hook(cast, with_kwargs=True)
     return copy

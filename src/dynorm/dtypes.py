@@ -7,6 +7,8 @@ import torch
 
 from dynorm.errors import ArgumentError
 
+HALVES = (torch.float16, torch.bfloat16)
+"""The dtypes of half precision."""
 INPUT, WEIGHT = "input", "weight"
 # The simplest first. A norm may cast to float32 inside and never back.
 _RULES = (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from torch import nn
 
@@ -376,6 +376,11 @@ class Recipe(Plain):
         return layers
 
     @property
+    def selection(self) -> Selection:
+        """The sites to convert, with their options."""
+        return Selection(self.sites or {}, self.base, self.only, self.skip)
+
+    @property
     def refine_fields(self) -> RefineFields:
         """The arguments of ``refine_`` after the model and its batches, without the steps."""
         return RefineFields(lr=self.refine_lr, bf16=self.bf16)
@@ -437,6 +442,11 @@ class LayerOptions:
         return self.to == AUTO
 
     @property
+    def is_annealed(self) -> bool:
+        """Whether the layer is a norm until its annealing ends."""
+        return issubclass(self.kind, AnnealedNorm)
+
+    @property
     def most_witnesses(self) -> int:
         """The number of witnesses that ``calibrate_`` may choose, of filled options."""
         assert self.witnesses is not None
@@ -489,9 +499,18 @@ class LayerOptions:
         """
         if self.witnesses is not None:
             return self
-        if issubclass(self.kind, AnnealedNorm):
+        if self.is_annealed:
             return replace(self, witnesses=0)
         return replace(self, witnesses=min(DEFAULT_WITNESSES, channels // 3))
+
+
+class Selection(NamedTuple):
+    """Which sites get a layer, and with which options."""
+
+    by_glob: Sites
+    base: LayerOptions  # for the sites that no glob matches
+    only: Globs
+    skip: Globs
 
 
 def require_known(values: Iterable[str], known: Sequence[str], owner: str) -> None:

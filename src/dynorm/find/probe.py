@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves
 
 from dynorm.batches import Inputs, call_hint, copied_tensors, example_arguments, site_tokens
-from dynorm.dtypes import DtypeRule
+from dynorm.dtypes import HALVES, DtypeRule
 from dynorm.errors import DataError
 from dynorm.find.recover import (
     HALF_TOLERANCE,
@@ -40,7 +40,6 @@ _PATCHED = (
     "it: undo the patch, or convert first and patch the other modules then"
 )
 
-_HALVES = (torch.float16, torch.bfloat16)
 _FUNCTIONS = {
     functional.layer_norm,
     functional.rms_norm,
@@ -132,7 +131,7 @@ class Observation:
         self.device = x.device
         self.autocast = torch.is_autocast_enabled(x.device.type)
         self.output_dtype = x.dtype if self.autocast else output.dtype
-        self.rounded = self.autocast or x.dtype in _HALVES or output.dtype in _HALVES
+        self.rounded = self.autocast or x.dtype in HALVES or output.dtype in HALVES
         for axes in candidate_axes(self.module, shape):
             # All channels, but of every other axis two entries, are enough for the last check.
             part = tuple(slice(None) if axis in axes else slice(2) for axis in range(x.ndim))

@@ -401,7 +401,8 @@ class TokenScales:
             chosen = torch.arange(fitted.candidates, device="cpu")
             errors.append(self._for_gains(fitted).error_on(held_out, chosen))
         else:
-            chosen, errors_of_more = _grown(sums, robust_sums, limit)
+            robust = (Gram.of(robust_sums[0]), Gram.of(robust_sums[1]))
+            chosen, errors_of_more = _grown((fitted, held_out), robust, limit)
             errors += errors_of_more
         if self._unbiased is not None and errors[0] <= errors[1]:
             # The tokens are so alike that a constant is nearer than a sample.
@@ -433,12 +434,15 @@ class TokenScales:
         return Witnesses(tuple(channels), tuple(gains), beta, tuple(explained))
 
 
-def _grown(sums: Tensor, robust_sums: Tensor, limit: int) -> tuple[Tensor, list[float]]:
-    """Return at most ``limit`` channels, chosen by the robust sums, and the errors with 1, 2, ... channels."""
-    fitted = Gram.of(sums[0])
-    held_out = Gram.of(sums[1])
-    robust_fitted = Gram.of(robust_sums[0])
-    robust_held_out = Gram.of(robust_sums[1])
+def _grown(
+    sums: tuple[Gram, Gram], robust_sums: tuple[Gram, Gram], limit: int
+) -> tuple[Tensor, list[float]]:
+    """Return at most ``limit`` channels, chosen by the robust sums, and the errors with 1, 2, ... channels.
+
+    Both sums are of the tokens to fit and of those held out.
+    """
+    fitted, held_out = sums
+    robust_fitted, robust_held_out = robust_sums
     chosen = torch.arange(0, device="cpu")
     last_robust_error = robust_fitted.error_on(robust_held_out, chosen)
     errors = []

@@ -52,12 +52,13 @@ def _note_untied_(model: nn.Module, config: Any) -> None:
     if type(config).from_dict(dict(values)).to_dict() != values:
         return
     config.tie_word_embeddings = False
+    modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     pairs: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     for name, source in pairs.items():
         tensor = parameters.get(name)
         if tensor is not None and tensor is parameters.get(source):
-            untie_(dict(model.named_modules()), name)
+            untie_(modules, name)
 
 
 @torch.no_grad()
@@ -127,7 +128,7 @@ def _release_dtype_(layer: PointwiseNorm) -> None:
     If the constant has the weight's dtype, the rule stays: the constant then takes the place of the
     weight in it.
     """
-    constant = getattr(layer, layer.constants[0])
+    constant = layer.first_constant
     if layer.weight is None or layer.weight.dtype == constant.dtype:
         return
     if layer.output_dtype == DtypeRule("input+weight"):

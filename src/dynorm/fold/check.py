@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.batches import Inputs
+from dynorm.dtypes import HALVES
 from dynorm.errors import DataError, DynormError, ModelError
 from dynorm.guard import Function, FunctionMode, undisturbed
 from dynorm.stream.tensors import detached_copy, held_tensors, mapped, tensors_in
 
-_HALVES = (torch.float16, torch.bfloat16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # The folded weights are rounded once more than the original's: sqrt(2) of its noise, and a margin.
 _NOISE = 2.0
@@ -65,7 +65,7 @@ class Check:
         self.noise: float | None = None
         # The noise of each output, if the tolerance depends on it.
         self._noises: list[float] = []
-        if self.dtype in _HALVES:
+        if self.dtype in HALVES:
             self._use_float32(model, tolerance)
         if tolerance is not None:
             self.tolerance = tolerance
@@ -214,7 +214,7 @@ def _narrowest_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _float(tensor: Tensor) -> Tensor:
-    return tensor.detach().float() if tensor.dtype in _HALVES else tensor
+    return tensor.detach().float() if tensor.dtype in HALVES else tensor
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -15,7 +15,6 @@ from dynorm.jobs.write import (
     write_model,
     write_out,
 )
-from dynorm.layers import AnnealedNorm
 from dynorm.recipe import Recipe
 from dynorm.report import ModelReport
 
@@ -107,7 +106,7 @@ def convert_pretrained(
 def require_point_wise(recipe: Recipe) -> None:
     """Refuse annealed layers, which are norms until they are trained."""
     for layer in recipe.layers:
-        if issubclass(layer.kind, AnnealedNorm):
+        if layer.is_annealed:
             raise ArgumentError(
                 f"to must be point-wise, but {layer.to!r} is a norm until its annealing ends: "
                 "train it with AnnealCallback"

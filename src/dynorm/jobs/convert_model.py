@@ -13,7 +13,6 @@ from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.guard import edited_parts, require_plain_model, unchanged_on_error
 from dynorm.jobs.means import fold_means_
-from dynorm.layers import AnnealedNorm
 from dynorm.recipe import ModelFields, Recipe
 from dynorm.replace.convert import convert_sites_
 from dynorm.replace.converted import dynorm_layers, replaced_by
@@ -66,7 +65,7 @@ def convert_model(
         True
     """
     recipe = _recipe(recipe, options)
-    if recipe.refine and any(issubclass(layer.kind, AnnealedNorm) for layer in recipe.layers):
+    if recipe.refine and any(layer.is_annealed for layer in recipe.layers):
         raise ArgumentError(
             f"refine must be 0 for annealed layers, which are norms at first, got {recipe.refine}"
         )
@@ -120,7 +119,7 @@ def _convert_(
         if means is not None:
             stages["fold_means"] = means.to_dict()
     sites = find_norms(model, *args, **kwargs)
-    convert_sites_(model, sites, recipe.sites or {}, recipe.base, recipe.only, recipe.skip)
+    convert_sites_(model, sites, recipe.selection)
     calibrate_(model, fit, lean=recipe.lean, tolerance=recipe.tolerance)
     if recipe.refine:
         refine_(model, fit, steps=recipe.refine, **recipe.refine_fields)

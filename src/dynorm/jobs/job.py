@@ -223,9 +223,7 @@ class Job:
                 "convert the original"
             )
         with self.stage("convert"):
-            return convert_sites_(
-                model, sites, recipe.sites or {}, recipe.base, recipe.only, recipe.skip
-            )
+            return convert_sites_(model, sites, recipe.selection)
 
     def convert_(self) -> None:
         """Replace the norms, and calibrate the new layers."""

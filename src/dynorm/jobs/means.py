@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.batches import Batch, arguments, call
+from dynorm.dtypes import HALVES
 from dynorm.errors import CalibrationWarning, DataError, ModelError
 from dynorm.find import find_norms
 from dynorm.fold import fold_
@@ -24,7 +25,6 @@ from dynorm.replace.convert import selected_options
 from dynorm.stream.tensors import tensors_in
 from dynorm.table import PlainRecord
 
-_HALVES = (torch.float16, torch.bfloat16)
 # The relative error of the outputs that a fold may cause, in float32 and in a half.
 _TOLERANCE = 1e-3
 _TOLERANCE_OF_HALVES = 0.05
@@ -94,7 +94,7 @@ def fold_means_(
     compared = others[::step][:_COMPARED]
     args, kwargs = arguments(model, batch)
     sites = find_norms(model, *args, **kwargs)
-    selected = selected_options(sites, recipe.sites or {}, recipe.base, recipe.only, recipe.skip)
+    selected = selected_options(sites, recipe.selection)
     paths = []
     for site in sites:
         if site.kind == "layernorm" and site.refused is None and site.path in selected:
@@ -169,4 +169,4 @@ def _tolerance(model: nn.Module) -> float | None:
 
 def _has_halves(model: nn.Module) -> bool:
     """Return whether a model computes in half precision; its outputs may be float32 all the same."""
-    return any(parameter.dtype in _HALVES for parameter in model.parameters())
+    return any(parameter.dtype in HALVES for parameter in model.parameters())

@@ -207,7 +207,7 @@ def _with_witnesses(
     weight = twin.factor()
     # The centre has been subtracted.
     parameters = Parameters(
-        padded(getattr(twin, twin.constants[0])),
+        padded(twin.first_constant),
         second_constant,
         weight=None if weight is None else padded(weight),
         bias=None if twin.bias is None else padded(twin.bias),

@@ -15,8 +15,8 @@ from dynorm.find.probe import has_other_forward
 from dynorm.find.recover import affine_of
 from dynorm.find.tokens import named_tensors
 from dynorm.guard import require_plain_model
-from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.recipe import REST, LayerOptions, Recipe, Sites, Target
+from dynorm.layers import PointwiseNorm
+from dynorm.recipe import REST, LayerOptions, Recipe, Selection, Sites, Target
 from dynorm.recipe import Globs as Globs
 from dynorm.replace.converted import Replaced, dynorm_layers, is_ours, replaced_by
 from dynorm.replace.swap import original_, swap_, take_over_, tensor_like
@@ -151,25 +151,22 @@ def convert_(
         by_glob = to
         to = Recipe.to
     base = LayerOptions(to, per_channel, center, witnesses)
-    return convert_sites_(model, sites, by_glob, base, only, skip)
+    return convert_sites_(model, sites, Selection(by_glob, base, only, skip))
 
 
 def convert_sites_(
     model: nn.Module,
     sites: Sequence[NormSite],
-    by_glob: Sites,
-    base: LayerOptions,
-    only: Globs,
-    skip: Globs,
+    selection: Selection,
 ) -> ConversionReport:
-    """Replace norms as :func:`convert_` says, with options by glob, and ``base`` for all others."""
-    base.check()
+    """Replace the selected norms, as :func:`convert_` says."""
+    selection.base.check()
     require_plain_model(model)
     _require_sites(model, sites)
-    if only is not None:
-        only = as_strings(only)
-    options = selected_options(sites, by_glob, base, only, skip)
-    exact_paths = {*by_glob, *(only or ())}
+    if selection.only is not None:
+        selection = selection._replace(only=as_strings(selection.only))
+    options = selected_options(sites, selection)
+    exact_paths = {*selection.by_glob, *(selection.only or ())}
     replaceable = []
     refused = []
     skipped = []
@@ -402,14 +399,13 @@ def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
     return module
 
 
-def selected_options(
-    sites: Sequence[NormSite], by_glob: Sites, base: LayerOptions, only: Globs, skip: Globs
-) -> dict[str, LayerOptions]:
+def selected_options(sites: Sequence[NormSite], selection: Selection) -> dict[str, LayerOptions]:
     """Return the filled options of each site that is to be converted, by its path.
 
     They are those of the first glob that matches the site. Sites with None, and those that ``only``
     and ``skip`` leave out, are not among them.
     """
+    by_glob, base, only, skip = selection
     globs = [glob for glob in as_strings(by_glob) if glob != REST]
     require_matches(sites, globs)
     for_unmatched = by_glob.get(REST, {})
@@ -454,7 +450,7 @@ def _arguments(site: NormSite, options: LayerOptions) -> dict[str, Any]:
         arguments["output_dtype"] = site.output_rule
     if site.weight_offset and site.weight_name is not None:
         arguments["weight_offset"] = site.weight_offset
-    if issubclass(options.kind, AnnealedNorm):
+    if options.is_annealed:
         arguments |= {"kind": site.kind, "norm_eps": site.eps}
     return arguments
 
