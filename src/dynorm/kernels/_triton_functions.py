@@ -281,9 +281,10 @@ def inverse_root(d, constant):
     square added back. It takes half the instructions of the precise square root and division.
     """
     square = tl.fma(d, d, constant)
-    product = d * d
+    # Knuth's error of a sum. d**2 has no name, because a compiler would fuse the product with the
+    # subtraction, and its own rounding error would be counted twice.
     virtual = square - constant
-    lost = tl.fma(d, d, -product) + ((constant - (square - virtual)) + (product - virtual))
+    lost = tl.fma(d, d, -virtual) + (constant - (square - virtual))
     inverse = tl.rsqrt(square)
     root = square * inverse
     rest = (
