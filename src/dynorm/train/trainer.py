@@ -242,7 +242,8 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the batches, not prepared by accelerate, which would split each over the ranks."""
-        return DataLoader(self.train_dataset, batch_size=None, pin_memory=torch.cuda.is_available())
+        # Their memory is not pinned, because they may be on a GPU already.
+        return DataLoader(self.train_dataset, batch_size=None)
 
     def compute_loss(
         self,
