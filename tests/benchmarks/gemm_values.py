@@ -1,4 +1,4 @@
-"""The matrix product with its epilogue, in Triton's interpreter; run by tests/kernels/test_triton.py."""
+"""The matrix product with its epilogue, in Triton's interpreter or on a GPU; run by tests/kernels/test_triton.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from benchmarks.speed.gemm import gemm_add_forward
 from dynorm.errors import ArgumentError
 from dynorm.kernels._form import Form, Parameters
-from tests.kernels.triton_interpreted import (
+from tests.kernels.triton_values import (
     DTYPES,
     DYISRU,
     DYT,

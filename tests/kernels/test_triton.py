@@ -1,4 +1,4 @@
-"""The Triton kernels, where Triton is installed: run by its interpreter, and compiled for a GPU that is not here.
+"""The Triton kernels, where Triton is installed: in its interpreter, compiled for a GPU, and on a GPU if there is one.
 
 Each in a process of its own: whether Triton interprets is settled when it is first imported, and
 other tests may have.
@@ -25,7 +25,19 @@ from dynorm.kernels._triton import available
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton"
 )
-@pytest.mark.parametrize(("name", "interpret"), [("interpreted", "1"), ("compiled", "0")])
+@pytest.mark.parametrize(
+    ("name", "interpret"),
+    [
+        pytest.param("values", "1", id="interpreted"),
+        pytest.param("compiled", "0", id="compiled"),
+        pytest.param(
+            "values",
+            "0",
+            id="on a GPU",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+        ),
+    ],
+)
 def test_triton_kernels(name: str, interpret: str, tmp_path: Path) -> None:
     environment = os.environ | {"TRITON_INTERPRET": interpret, "TRITON_CACHE_DIR": str(tmp_path)}
     # The workers of this run are no business of the one that it starts.

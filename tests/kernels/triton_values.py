@@ -1,4 +1,4 @@
-"""Values and gradients of the Triton kernels in Triton's interpreter; run by test_triton.py."""
+"""Values and gradients of the Triton kernels, in its interpreter or on a GPU; run by test_triton.py."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ from dynorm.kernels._dispatch import plain
 from dynorm.kernels._form import Form, FunctionCode, Parameters
 from tests.kernels.definition import compare_where_infinite, every_pair, infinite_witnesses
 
+# One or the other for the whole process: Triton asks when it is first imported.
+INTERPRETED = _triton.interpreted()
+if not INTERPRETED:
+    torch.set_default_device("cuda")
 FUNCTIONS = DYISRU, DYT, DERF, LINEAR = tuple(FunctionCode)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Relative and absolute; the interpreter cuts bfloat16 off where a GPU rounds, and so is off by up
@@ -47,7 +51,8 @@ def sample(
     *shape: int, seed: int, dtype: torch.dtype = torch.float64, width: float = 1.0
 ) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (width * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return (width * numbers).to(torch.get_default_device(), dtype)
 
 
 def parts(
@@ -219,20 +224,21 @@ def test_float32_is_exact_to_an_ulp_or_two(
     fused = lambda self, x, y, z: interpreter.TensorHandle(  # noqa: E731
         (x.data.astype(np.float64) * y.data + z.data).astype(np.float32), z.dtype.scalar
     )
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fused)
-    # The interpreter takes as long for a small tile as for a large one.
-    monkeypatch.setattr(_triton, "_FORWARD", ((2**17, 4),))
+    if INTERPRETED:
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fused)
+        # The interpreter takes as long for a small tile as for a large one.
+        monkeypatch.setattr(_triton, "_FORWARD", ((2**17, 4),))
     # Numbers of every size, and again where the functions bend.
     sizes_ = np.concatenate([np.geomspace(1e-30, 1e30, 200_000), np.linspace(0.01, 12, 200_000)])
-    x = torch.from_numpy(np.concatenate([sizes_, -sizes_])).float()
+    x = torch.from_numpy(np.concatenate([sizes_, -sizes_])).float().to(torch.get_default_device())
     constant = torch.tensor([1.5])
     with np.errstate(over="ignore"):
         y = _triton.forward(Form(function, False, 1.0, 1, 1), x, Parameters(constant))
-        z = x.double().numpy()
+        z = x.double().cpu().numpy()
         # The argument of tanh is rounded before tanh sees it, as in the definition.
-        z = (1.5 * x).double().numpy() / 1.5 if function == DYT else z
+        z = (1.5 * x).double().cpu().numpy() / 1.5 if function == DYT else z
         expected = exact(z).astype(np.float32)
-    distance = np.abs(y.numpy().view(np.int32).astype(np.int64) - expected.view(np.int32))
+    distance = np.abs(y.cpu().numpy().view(np.int32).astype(np.int64) - expected.view(np.int32))
     assert distance.max() <= ulps
 
 
@@ -516,7 +522,7 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
         )
 
 
-def test_the_interpreter_counts_as_available() -> None:
+def test_the_kernels_are_available() -> None:
     assert _triton.available()
 
 
