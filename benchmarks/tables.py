@@ -609,6 +609,51 @@ def memory_table() -> str:
     return "\n".join([*lines, "", note])
 
 
+GPU_CONTENDERS = {
+    "copy": "a copy, the limit",
+    "layer_norm": "torch's LayerNorm",
+    "rms_norm": "torch's RMSNorm",
+    "dyt compiled": "DyT, compiled by torch",
+    "dyisru kernel": "DyISRU, the kernel",
+    "dyt kernel": "DyT, the kernel",
+    "derf kernel": "Derf, the kernel",
+    "dyisru layer": "DyISRU, the layer",
+    "dyisru layer, few witnesses": "DyISRU, the layer, 4 witnesses",
+    "dyisru layer, many witnesses": "DyISRU, the layer, 192 witnesses",
+    "dyisru layer, many witnesses, compiled": "the same, compiled by torch",
+}
+# A forward kernel is timed without the allocation of its output.
+GIVEN = ", output given"
+
+
+def gpu_table() -> str:
+    """Return the time of each contender on a GPU, forward, and forward and backward, in each size."""
+    result = load("gpu")
+    device = result["device"]
+    families = result["family"]
+    titles = []
+    for family in families:
+        size = f"{family['rows']:,} x {family['columns']:,}"
+        titles += [f"{size}: forward", "with backward"]
+    lines = [
+        f"{device['name']}, torch {device['torch']}, Triton {device['triton']}, "
+        f"{families[0]['dtype']}. Median milliseconds of {result['rounds']} rounds.",
+        "",
+        "| | " + " | ".join(titles) + " |",
+        "|---|" + "---|" * len(titles),
+    ]
+    for name, title in GPU_CONTENDERS.items():
+        cells = []
+        for family in families:
+            forward = family["forward"].get(name) or family["forward"][name + GIVEN]
+            both = family["both"].get(name)
+            cells.append(f"{forward['median']:.3f}")
+            # A copy has no gradient.
+            cells.append("" if both is None else f"{both['median']:.3f}")
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def _markdown(table: speed.Rows) -> str:
     lines = [f"| {' | '.join(table.columns)} |", "|---" * len(table.columns) + "|"]
     for cells in table.rows:
@@ -662,6 +707,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/benchmarks.md": {"field": field.field_table},
     "docs/anneal.md": {"steps": steps_table},
     "docs/without-norms.md": {"auto": auto_table, "encrypted": encrypted_table},
+    "docs/howto/gpu.md": {"gpu": gpu_table},
     "docs/howto/vision.md": {"images": images_table},
     "docs/howto/processes.md": {"memory": memory_table},
     "docs/mathematics.md": {

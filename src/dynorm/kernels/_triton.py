@@ -230,7 +230,8 @@ def backward(
         by_logarithm = inputs.constant
         if form.function == FunctionCode.LINEAR:
             by_logarithm = -0.5 * by_logarithm
-        sums[0] *= by_logarithm.reshape(-1).to(dtype)
+        # In place: an assignment to sums[0] would copy the row once more.
+        sums[0].mul_(by_logarithm.reshape(-1).to(dtype))
     return grad_x, sums
 
 
