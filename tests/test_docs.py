@@ -114,7 +114,7 @@ def test_commands_that_need_an_extra_have_it_near(page: str) -> None:
     for extra, command in needs.items():
         if re.search(command, text, re.MULTILINE):
             assert re.search(
-                rf"`?{extra}`? extra|extra `?{extra}`?|^\|[^|]*`{extra}`", text, re.MULTILINE
+                rf"`?{extra}`?\s+extra|extra\s+`?{extra}`?|^\|[^|]*`{extra}`", text, re.MULTILINE
             ), extra
 
 
