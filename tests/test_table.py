@@ -29,6 +29,17 @@ def test_long_paths_are_shortened_and_still_told_apart() -> None:
     ]
 
 
+def test_a_word_is_cut_in_all_long_paths_or_in_none() -> None:
+    paths = ["encoder.layer.0.attention.output.norm", "encoder.layer.0.output.norm", "norm"]
+    columns = ["site", *(Column("eleven char", ".3f") for _ in range(5))]
+    lines = str(Table(columns, [(path, *[1.0] * 5) for path in paths])).splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == [
+        "e.l.0.a.output.norm",
+        "e.l.0.output.norm",
+        "norm",
+    ]
+
+
 def test_what_cannot_be_shortened_is_cut() -> None:
     lines = str(Table(["site", "reason"], [("x" * 99, "y" * 60)])).splitlines()
     assert lines[1] == f"{'x' * 11}..{'x' * 6} {'y' * 60}"

@@ -125,8 +125,8 @@ class Table:
         gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
         # Only the first column gives way.
         others = sum(widths[1:]) + len(gap) * (len(widths) - 1)
-        widths[0] = min(widths[0], max(WIDTH - others, 12))
-        cells[0] = [shortened(text, widths[0]) for text in cells[0]]
+        cells[0] = shortened(cells[0], min(widths[0], max(WIDTH - others, 12)))
+        widths[0] = max(len(text) for text in cells[0])
         for texts, width, is_numeric in zip(cells, widths, numeric, strict=True):
             texts[:] = [text.rjust(width) if is_numeric else text.ljust(width) for text in texts]
         lines = [gap.join(row) for row in zip(*cells, strict=True)]
@@ -150,16 +150,29 @@ def _wrapped(lines: Sequence[str]) -> str:
     return "\n".join(fill(line.translate(_ASCII)) for line in lines)
 
 
-def shortened(text: str, width: int) -> str:
-    """Return the text with words cut to a letter and their digits, from the left, until it fits."""
-    words = re.split(r"([._])", text)
-    for place, word in enumerate(words):
-        if len("".join(words)) > width and place < len(words) - 1:
-            words[place] = word[:1] + re.sub(r"\D", "", word[1:])
-    short = "".join(words)
-    if len(short) <= width:
-        return short
-    return f"{short[: width - 8]}..{short[-6:]}"
+def shortened(texts: Sequence[str], width: int) -> list[str]:
+    """Return the texts, in those that are too long with words cut to a letter and their digits.
+
+    Words are cut from the left, until the text fits. A word that one text needs cut is cut in all long ones.
+    """
+    initials: dict[str, str] = {}
+
+    def cut(text: str) -> str:
+        *words, last = re.split(r"([._])", text)
+        return "".join(initials.get(word, word) for word in words) + last
+
+    long_texts = [text for text in texts if len(text) > width]
+    for text in long_texts:
+        for word in re.split(r"[._]", text)[:-1]:
+            if len(cut(text)) > width:
+                initials[word] = word[:1] + re.sub(r"\D", "", word[1:])
+    results = []
+    for text in texts:
+        short = cut(text) if text in long_texts else text
+        if len(short) > width:
+            short = f"{short[: width - 8]}..{short[-6:]}"
+        results.append(short)
+    return results
 
 
 class NotTheModel:
