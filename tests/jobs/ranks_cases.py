@@ -219,7 +219,34 @@ def errors(folder: Path) -> Any:
         distilled(other, share(batches()))
     except dynorm.DynormError as error:
         found["others"] = [type(error).__name__, str(error)]
+    model = TwoPaths()
+    before = copy.deepcopy(model.state_dict())
+    # The means fold on the first rank only.
+    rows = (4, 8)[dist.get_rank()]
+    try:
+        dynorm.convert_model(model, [torch.randn(rows, 8) for _ in range(4)], refine=0)
+    except dynorm.DynormError as error:
+        found["means"] = [type(error).__name__, str(error)]
+    unchanged = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    found["means unchanged"] = [str(unchanged), ""]
     return found
+
+
+class TwoPaths(nn.Module):
+    """A LayerNorm that reads a linear layer, or in large batches something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if len(x) > 4:
+            y = y.exp()
+        return self.head(self.norm(y))
 
 
 def dies(folder: Path) -> Any:

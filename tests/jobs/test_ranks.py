@@ -101,6 +101,9 @@ def test_all_ranks_stop_where_one_fails_and_the_weights_are_as_they_were(two: Fo
     for found in (first, second):
         assert found["others"][0] == "ModelError"
         assert "those of rank 1 differ" in found["others"][1]
+        assert found["means"][0] == "ModelError"
+        assert "means were folded" in found["means"][1]
+        assert found["means unchanged"][0] == "True"
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.guard import edited_parts, require_plain_model, unchanged_on_error
 from dynorm.jobs.means import fold_means_
+from dynorm.ranks import Ranks
 from dynorm.recipe import ModelFields, Recipe
 from dynorm.replace.convert import convert_sites_
 from dynorm.replace.converted import dynorm_layers, replaced_by
@@ -115,7 +116,13 @@ def _convert_(
     stages: dict[str, object] = {}
     args, kwargs = arguments(model, fit[0])
     if recipe.fold_means:
-        means = fold_means_(model, fit[0], recipe, fit[1:])
+        # Each rank folds by its own batches, but all must get the same weights.
+        ranks = Ranks(error=ModelError)
+        with ranks.sharing_errors():
+            means = fold_means_(model, fit[0], recipe, fit[1:])
+        has_changed = means is not None and means.folded + means.partly > 0
+        values = model.parameters() if has_changed else ()
+        ranks.require_same(has_changed, values, "weights after the means were folded")
         if means is not None:
             stages["fold_means"] = means.to_dict()
     sites = find_norms(model, *args, **kwargs)
