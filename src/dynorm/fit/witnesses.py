@@ -59,7 +59,7 @@ class Witnesses:
     channels: tuple[int, ...]  # their positions, the most useful one first
     gains: tuple[float, ...]  # the weight of each one's square
     beta: float  # the constant that replaces the rest of the sum
-    # Of the variation of the size over held-out tokens, the share that 0, 1, 2, ... channels
+    # The share of the variation of the size over held-out tokens that 0, 1, 2, ... channels
     # explain (fixed ones: none, all); below 0 if a constant is better. A token with the sum S has
     # the weight S^0.2. ``SiteReport.explained`` is another measure.
     explained: tuple[float, ...]

@@ -282,7 +282,7 @@ class _SumFit:
         self._ratios += float((weight * ratio).sum())
         self._squares += float((weight * ratio * ratio).sum())
 
-    def error(self) -> float:
+    def squared_error(self) -> float:
         """Return the squared error with the best factor, between 0 and 1."""
         return 1 - self._ratios * self._ratios / (self._squares * self._weights)
 
@@ -403,7 +403,7 @@ class _LayerStats(SiteStats):
 
     def _explained(self) -> float:
         """Return the part of a constant's error that the layer's sum removes, from 0 to 1."""
-        constant = self._by_constant.error()
+        constant = self._by_constant.squared_error()
         if constant <= 0:
             return 0.0
-        return max(1 - self._by_layer.error() / constant, 0.0)
+        return max(1 - self._by_layer.squared_error() / constant, 0.0)
