@@ -1,8 +1,9 @@
 """Normalization without statistics: point-wise counterparts of LayerNorm and RMSNorm for PyTorch.
 
-Where things are: a norm is recognised in ``find/probe.py`` and replaced in ``replace/convert.py``;
-calibration is ``fit/calibrate.py``; a fold is refused in ``fold/refusals.py``; a new function
-begins as a row of ``family.py``.
+Where things are: a norm is recognised in ``find/probe.py``, by the formula in ``find/recover.py``,
+and replaced in ``replace/convert.py``; calibration is ``fit/calibrate.py``; a reason not to fold is
+raised where it is found, in ``fold/`` or ``stream/``; a new function begins as a row of
+``family.py``.
 """
 
 import sys

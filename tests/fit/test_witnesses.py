@@ -117,8 +117,8 @@ def test_least_squares_of_many_channels_are_as_good_as_scipys(tokens: int, alike
         expected, _ = nnls(columns[:, [*row, 48]], columns[:, 49])
         assert found.min() >= 0
         assert (expected == 0).sum() > 2
-        assert gram.error(row, found) == pytest.approx(
-            gram.error(row, torch.from_numpy(expected)), rel=1e-9
+        assert gram.squared_error(row, found) == pytest.approx(
+            gram.squared_error(row, torch.from_numpy(expected)), rel=1e-9
         )
 
 
@@ -132,7 +132,7 @@ def test_each_channel_of_a_growing_set_is_the_best_that_can_be_added() -> None:
         for added in set(range(8)) - set(chosen):
             residuals[added] = nnls(columns[:, [*chosen, added, 8]], columns[:, 9])[1]
         chosen.append(min(residuals, key=residuals.__getitem__))
-        assert grown.channels.tolist() == chosen
+        assert grown.indices.tolist() == chosen
         expected = nnls(columns[:, [*chosen, 8]], columns[:, 9])[0]
         assert grown.solution.numpy() == pytest.approx(expected, abs=1e-8)
     assert len(chosen) == 4

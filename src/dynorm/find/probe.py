@@ -384,7 +384,8 @@ class NormSearch:
             if seen.output_at == 0 or seen.output_at != self._outputs.get(inner):
                 path = self._sites[inner].path
                 self._refuse(seen, f"{ANOTHER_TENSOR}; the norm inside is at {path!r}")
-        # An annealed layer of dynorm is a norm at first, and so would be its parent.
+        # A norm inside settles the matter, as does a layer of dynorm: an annealed one is a norm at
+        # first, as is its parent.
         if norms or any(getattr(part, "_dynorm_layer", False) for part in seen.module.modules()):
             return
         try:
@@ -446,7 +447,7 @@ class NormSearch:
     def _site_of(self, seen: Observation) -> NormSite:
         """Return the site of a called module; NotANormError if it is not a norm."""
         self._require_candidate(seen)
-        # These two refuse a module that is a norm otherwise, and hide every other reason.
+        # These refuse even a norm, and hide every other reason but its family.
         obstacle = None
         if has_other_forward(seen.module):
             obstacle = _PATCHED
@@ -465,11 +466,10 @@ class NormSearch:
             raise NotANormError(reason)
         if not seen.is_light(seen.shapes[0]):
             raise NotANormError("holds matrices: its parameters are more than a scale and a shift")
-        if seen.samples:
-            return
-        if candidate_axes(seen.module, seen.shapes[0]):
-            raise NotANormError("returns its input: it computes nothing")
-        raise NotANormError(self._one_channel(seen))
+        if not seen.samples:
+            if candidate_axes(seen.module, seen.shapes[0]):
+                raise NotANormError("returns its input: it computes nothing")
+            raise NotANormError(self._one_channel(seen))
 
     def _checked_site(self, seen: Observation) -> NormSite:
         """Return the site of a norm; NotANormError if the module is not one."""
@@ -500,14 +500,14 @@ class NormSearch:
 
     def _recover_once(self, seen: Observation) -> NormSite:
         """Recover a norm, once for all modules that compute alike."""
-        form = (seen.shapes[0], seen.dtype, seen.device)
-        sort = (*form, *_sort_of(seen.module))
-        if sort not in self._known:
+        inputs = (seen.shapes[0], seen.dtype, seen.device)
+        key = (*inputs, *_key_of(seen.module))
+        if key not in self._known:
             try:
-                self._known[sort] = recover(seen.module, *form)
+                self._known[key] = recover(seen.module, *inputs)
             except NotANormError as error:
-                self._known[sort] = error
-        site = self._known[sort]
+                self._known[key] = error
+        site = self._known[key]
         if isinstance(site, NotANormError):
             raise site
         return site
@@ -528,7 +528,7 @@ def has_other_forward(module: nn.Module) -> bool:
     return not is_bound or forward.__func__ is not type(module).forward
 
 
-def _sort_of(module: nn.Module) -> Iterator[Hashable]:
+def _key_of(module: nn.Module) -> Iterator[Hashable]:
     """Yield everything that decides how a module computes, except the values of its tensors."""
     for part in module.modules():
         yield type(part), part.training

@@ -19,7 +19,7 @@ from dynorm.errors import CalibrationWarning
 from dynorm.family import NAMES
 from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, stopping_at
 from dynorm.fit.site_fit import SiteChoice
-from dynorm.fit.witnesses import Witnesses
+from dynorm.fit.witnesses import GOLDEN, Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.ranks import BATCH, OVER, Ranks
@@ -43,7 +43,6 @@ _RUNS_AT_ONCE = 64
 # by exp(sigma n), with n normal and this sigma.
 _WRONG_SIZES = 0.25
 _SIZE_ERROR = 0.2
-_GOLDEN = (math.sqrt(5) - 1) / 2
 # With fewer tokens the reported error is too small: the error on other tokens is some tenths larger
 # (measured with a LayerNorm and an RMSNorm of 64 channels).
 FEW_TOKENS = 64
@@ -549,7 +548,7 @@ def _hash_of_tokens(layer: PointwiseNorm, x: Tensor, place: int) -> Tensor:
     """
     dims = tuple(layer.dims)
     steps = torch.arange(1, layer.channels + 1, dtype=torch.float64, device=x.device)
-    steps = (steps * (_GOLDEN + place * math.sqrt(2))) % 1
+    steps = (steps * (GOLDEN + place * math.sqrt(2))) % 1
     channels_last = torch.movedim(x, dims, tuple(range(-len(dims), 0)))
     signs = channels_last.flatten(-len(dims)) > 0
     uniform = (signs.double() @ steps) % 1

@@ -20,7 +20,7 @@ from dynorm.replace.converted import Replaced
 from dynorm.replace.swap import take_over_
 from dynorm.theory import own_betas
 
-# Candidates for beta, in units of the closed form's: from a tenth, where all but the smallest
+# Candidates for beta, in units of the first estimate: from a tenth, where all but the smallest
 # values saturate, to a thousand, where the function is a straight line.
 _DECADES = (-1.0, 3.0)
 _PER_DECADE = 4
@@ -76,14 +76,14 @@ class Sums:
 class LeastSquares:
     """The line from the function to the target, of each candidate beta and channel, all (candidates, C).
 
-    Beta is chosen by the residual, as if nothing were given back. The report has the error, which is
-    that of the layer.
+    Beta is chosen by ``residual``, as if nothing were given back. The report shows
+    ``squared_error``.
     """
 
-    slope: Tensor  # with half of the shrinkage given back, unless errors add up
+    slope: Tensor  # of the layer: half of the shrinkage is given back, unless errors add up
     offset: Tensor
-    residual: Tensor  # the mean squared error of the slope of least squares
-    error: Tensor  # the mean squared error of this slope
+    residual: Tensor  # the mean squared error of least squares
+    squared_error: Tensor  # the mean squared error of ``slope``
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Solution:
     beta: Tensor  # the same in all channels of a layer that has one for all
     weight: Tensor  # the factor of the function
     bias: Tensor
-    error: Tensor  # the mean squared error that is left
+    squared_error: Tensor  # the mean squared error that is left
 
 
 class SiteFit:
@@ -102,8 +102,9 @@ class SiteFit:
     For each candidate beta of a grid and each channel, with f the layer's function without affine
     map and y the target, the sums of f, f^2, f y, y and y^2 are kept. From them follow, per
     channel, the weight and bias of least squares and the residual; the beta with the smallest
-    residual wins, for all channels together or one by one. The grid is centred on closed form 5
-    with the leave-one-out variance, ``exp(mean log(C v_i))``.
+    residual wins, for all channels together or one by one. The grid is in units of a first
+    estimate: ``exp(mean log(C v_i))``, v_i the leave-one-out variance; with witnesses the constant
+    that they leave.
 
     A layer that may have witnesses gets them first, from :class:`dynorm.fit.witnesses.TokenScales`.
     They are chosen again at updates 1, 2, 4, 8, ..., from all tokens so far. If that changes the
@@ -149,7 +150,7 @@ class SiteFit:
         self._center: Tensor
         # From each choice of witnesses, and without witnesses from the first tokens.
         self._betas: Tensor
-        self._closed_form: int
+        self._estimate_index: int  # of the first estimate
         self._probe: PointwiseNorm
         self._y0: Tensor
         self._f0: Tensor
@@ -166,7 +167,8 @@ class SiteFit:
         """Add tokens x, finite, with the outputs y that the layer should return, both (tokens, C).
 
         Each counts ``weight`` times. Until a token has a spread over its channels, nothing can be
-        fitted and nothing is added. ``numbers`` are the tokens' numbers among those of all ranks.
+        fitted and nothing is added. ``numbers``, the tokens' numbers among those of all ranks,
+        decide which are held out.
         """
         if isinstance(self.layer, AnnealedNorm):
             core = functional.layer_norm if self.kind == "layernorm" else functional.rms_norm
@@ -183,10 +185,10 @@ class SiteFit:
         if self._scales is not None:
             self._scales.update(x - self._center, numbers)
         # Choose again at the updates 1, 2, 4, 8 and so on. Other witnesses than before start new
-        # sums. Just before the next choice these hold at least half of all tokens, if updates are
-        # equally large.
-        if self._updates & (self._updates - 1) == 0:
-            self._choose_(x, y)
+        # sums. Just before the next choice the new sums hold at least half of all tokens, if
+        # updates are equally large.
+        if self._updates.bit_count() == 1:
+            self._start_sums_(x, y)
         self.tokens += sum(counts)
         self._weight_sum += weight * sum(counts)
         sums = Sums(len(self._betas), x)
@@ -210,7 +212,7 @@ class SiteFit:
         self._solution = solution
         layer = self.layer
         shape = layer.normalized_shape
-        layer.fill_slope_(solution.beta.reshape(shape) if layer.per_channel else solution.beta[:1])
+        layer.fill_beta_(solution.beta.reshape(shape) if layer.per_channel else solution.beta[:1])
         if self._factor is not None:
             layer.set_factor_(solution.weight)
             if layer.bias is not None:
@@ -225,15 +227,15 @@ class SiteFit:
         if not self.layer.per_channel:
             score = residual.sum(1, keepdim=True).expand_as(residual)
         lowest, chosen = score.min(0)
-        # The closed form's beta, if another is better only by rounding.
-        is_as_good = score[self._closed_form] <= lowest * (1 + 1e-6)
-        chosen = chosen.masked_fill(is_as_good, self._closed_form)
+        # The first estimate, if another is better only by rounding.
+        is_as_good = score[self._estimate_index] <= lowest * (1 + 1e-6)
+        chosen = chosen.masked_fill(is_as_good, self._estimate_index)
         channel = torch.arange(residual.shape[1], device=residual.device)
         return Solution(
             beta=self._betas[chosen],
             weight=lines.slope[chosen, channel],
             bias=lines.offset[chosen, channel],
-            error=lines.error[chosen, channel],
+            squared_error=lines.squared_error[chosen, channel],
         )
 
     @property
@@ -241,7 +243,7 @@ class SiteFit:
         """Return the root of the layer's squared error over the target's spread; NaN before there is a solution."""
         if self._solution is None:
             return math.nan
-        return math.sqrt(float(self._solution.error.sum()) / self.spread)
+        return math.sqrt(float(self._solution.squared_error.sum()) / self.spread)
 
     @property
     def spread(self) -> float:
@@ -258,8 +260,8 @@ class SiteFit:
         logarithms = x.new_zeros(x.shape[1], dtype=torch.float64)
         count = 0
         for chunk in self._chunks(x):
-            spread = own_betas(chunk, self.kind, 0.0).amax(1)
-            alive = chunk[spread > DEAD * chunk.square().sum(1)]
+            largest = own_betas(chunk, self.kind, 0.0).amax(1)
+            alive = chunk[largest > DEAD * chunk.square().sum(1)]
             beta = own_betas(alive, self.kind, self.eps)
             # Without eps, the only channel of a token that is not 0 has a beta of 0.
             if len(alive):
@@ -280,13 +282,13 @@ class SiteFit:
         # centre over.
         if layer.center is not None and self.kind == "layernorm" and self._scales is None:
             center = self._mean([x]).mean()
-        layer.fill_constants_(self._betas[self._closed_form], center)
+        layer.fill_constants_(self._betas[self._estimate_index], center)
         # As the layer's dtype holds it: the function that is fitted is the one that will be
         # computed.
         self._center = center if layer.center is None else layer.center.flatten()[0].to(x.dtype)
 
-    def _choose_(self, x: Tensor, y: Tensor) -> None:
-        """Give the layer its witnesses, and start the sums of least squares; they go on if nothing changes."""
+    def _start_sums_(self, x: Tensor, y: Tensor) -> None:
+        """Start the sums of least squares, after a choice of witnesses; they go on if nothing changes."""
         if self._scales is None:
             changed = self._updates == 1
         else:
@@ -337,7 +339,7 @@ class SiteFit:
                 low = 0.0
             beta = max(chosen.beta, least * beta)
         self._set_candidates_(low, high, beta, x.device)
-        self.layer.fill_slope_(self._betas[self._closed_form])
+        self.layer.fill_beta_(self._betas[self._estimate_index])
         return True
 
     def _set_candidates_(
@@ -350,13 +352,13 @@ class SiteFit:
             # Its weight takes the slope; beta would only be a second name for it.
             grid = grid.new_ones(1)
         self._betas = grid * estimate
-        self._closed_form = int(grid.log().abs().argmin())
+        self._estimate_index = int(grid.log().abs().argmin())
 
     def _functions(self, x: Tensor) -> Iterator[Tensor]:
         """Yield the layer's function of tokens for each candidate beta."""
         centred = x - self._center
         for beta in self._betas:
-            self._probe.fill_slope_(beta)
+            self._probe.fill_beta_(beta)
             yield self._probe(centred)
 
     def _chunks(self, x: Tensor) -> Sequence[Tensor]:
@@ -391,8 +393,7 @@ class SiteFit:
             var_y = yy - y * y
         else:
             # A line through the origin: the moments are those about 0.
-            mean_f = torch.zeros_like(f)
-            mean_y = mean_f
+            mean_f = mean_y = torch.zeros_like(f)
             var_f = ff
             cov = fy
             var_y = yy
@@ -402,14 +403,14 @@ class SiteFit:
         residual = (var_y - optimum * cov).clamp_min(0)
         slope = optimum
         if not self._errors_add_up:
-            # The outputs of the best slope have |correlation| times the target's spread.
-            # A target that is 0 has no size to give back.
+            # The outputs of the best slope have |correlation| times the target's spread (0 for a
+            # target that is 0).
             ratio = torch.where(var_y > _TINY, var_f.clamp_min(0) / var_y.clamp_min(_TINY), 0.0)
             correlation = (slope.abs() * ratio.sqrt()).clamp(1e-2, 1)
             slope = slope * correlation**-_GIVE_BACK
         slope = torch.where(varies, slope, self._factor)
-        error = residual + var_f.clamp_min(0) * (slope - optimum).square()
-        return LeastSquares(slope, mean_y - slope * mean_f, residual, error)
+        squared_error = residual + var_f.clamp_min(0) * (slope - optimum).square()
+        return LeastSquares(slope, mean_y - slope * mean_f, residual, squared_error)
 
 
 class SiteChoice:

@@ -48,7 +48,7 @@ _CHUNK = 1 << 20
 _LEAST_GAIN = 1e-6
 # The multiples of the golden ratio fall evenly between 0 and 1, however long the texts are, and
 # share no period with them. So the first tokens of texts, the largest of all, are on both sides.
-_GOLDEN = 0.6180339887498949
+GOLDEN = (math.sqrt(5) - 1) / 2
 _HELD_OUT = 0.25
 
 
@@ -59,10 +59,9 @@ class Witnesses:
     channels: tuple[int, ...]  # their positions, the most useful one first
     gains: tuple[float, ...]  # the weight of each one's square
     beta: float  # the constant that replaces the rest of the sum
-    # How much of the variation of the size over held-out tokens 0, 1, 2, ... channels explain, at
-    # most 1; for fixed channels only of none and of all. Below 0, they explain less than a constant.
-    # The tokens are those of the calibration, and a token with the sum S has the weight S^0.2.
-    # ``SiteReport.explained`` differs in both, and allows a factor.
+    # The share of the variation of the size over held-out tokens that 0, 1, 2, ... channels
+    # explain (fixed ones: none, all); below 0 if a constant is better. A token with the sum S has
+    # the weight S^0.2. ``SiteReport.explained`` is another measure.
     explained: tuple[float, ...]
 
     @property
@@ -89,14 +88,14 @@ class Gram:
         return cls(sums[:-1, :-1], sums[:-1, -1], sums[-1, -1])
 
     @property
-    def candidates(self) -> int:
-        """How many channels there are to choose from."""
+    def count(self) -> int:
+        """How many candidates there are."""
         return len(self.targets) - 1
 
-    def columns(self, channels: Tensor) -> Tensor:
-        """Append the constant's column to channels, (..., m): (..., m + 1)."""
-        constant = channels.new_full((*channels.shape[:-1], 1), self.candidates)
-        return torch.cat([channels, constant], -1)
+    def columns(self, picked: Tensor) -> Tensor:
+        """Append the constant's column to those of picked candidates, (..., m): (..., m + 1)."""
+        constant = picked.new_full((*picked.shape[:-1], 1), self.count)
+        return torch.cat([picked, constant], -1)
 
     def for_sample(self, unbiased: Tensor) -> "Gram":
         """Return the sums without the constant, and with a penalty on the gains' squared distance from given ones.
@@ -114,39 +113,39 @@ class Gram:
         targets[-1] = 0.0
         return Gram(products, targets, self.weight)
 
-    def solve(self, channels: Tensor) -> Tensor:
-        """Return the gains and the constant of each row of channels, (rows, m), none negative: (rows, m + 1)."""
-        columns = self.columns(channels)
+    def solve(self, picked: Tensor) -> Tensor:
+        """Return the gains and the constant of each row of candidates, (rows, m), none negative: (rows, m + 1)."""
+        columns = self.columns(picked)
         products = self.products[columns[:, :, None], columns[:, None, :]]
         return nonnegative_least_squares(products, self.targets[columns])
 
-    def error(self, channels: Tensor, solution: Tensor) -> float:
-        """Return the mean squared relative error of a solution for channels (m), at least the rounding error."""
-        columns = self.columns(channels)
+    def squared_error(self, picked: Tensor, solution: Tensor) -> float:
+        """Return the mean squared relative error of a solution for candidates (m), at least the rounding error."""
+        columns = self.columns(picked)
         quadratic = solution @ self.products[columns[:, None], columns] @ solution
         error = quadratic - 2 * solution @ self.targets[columns] + self.weight
         # With tokens of one size only rounding remains, and one processor would find a witness in
         # it where another does not.
         return float((error / self.weight.clamp_min(_TINY)).clamp_min(DEAD))
 
-    def error_on(self, held_out: "Gram", channels: Tensor) -> float:
+    def squared_error_on(self, held_out: "Gram", picked: Tensor) -> float:
         """Return the error on other tokens with the gains and the constant that fit these best."""
-        return held_out.error(channels, self.solve(channels[None])[0])
+        return held_out.squared_error(picked, self.solve(picked[None])[0])
 
-    def growing_sets(self, limit: int) -> "Iterator[ChannelSet]":
-        """Yield sets of 1, 2, ... channels: each time the one is added that lessens the error most."""
-        channels = torch.arange(0, device="cpu")
-        while len(channels) < limit:
-            rest = [k for k in range(self.candidates) if k not in channels]
+    def growing_sets(self, limit: int) -> "Iterator[Picked]":
+        """Yield sets of 1, 2, ... candidates: each time the one is added that lessens the error most."""
+        picked = torch.arange(0, device="cpu")
+        while len(picked) < limit:
+            rest = [k for k in range(self.count) if k not in picked]
             added = torch.tensor(rest, device="cpu")[:, None]
-            tried = torch.cat([channels.expand(len(rest), -1), added], 1)
+            tried = torch.cat([picked.expand(len(rest), -1), added], 1)
             solutions = self.solve(tried)
             errors = []
             for row, solution in zip(tried, solutions, strict=True):
-                errors.append(self.error(row, solution))
+                errors.append(self.squared_error(row, solution))
             best = errors.index(min(errors))
-            channels = tried[best]
-            yield ChannelSet(channels, solutions[best])
+            picked = tried[best]
+            yield Picked(picked, solutions[best])
 
 
 @dataclass(frozen=True)
@@ -182,10 +181,10 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class ChannelSet:
+class Picked:
     """Some of the candidates, with the gains and the constant that fit best."""
 
-    channels: Tensor  # (m)
+    indices: Tensor  # (m), among the candidates
     solution: Tensor  # (m + 1)
 
 
@@ -217,9 +216,9 @@ class TokenScales:
 
     At most ``most`` channels are chosen. The sums are a matrix of 66 x 66 for the 64 channels whose
     part :math:`u_k^2 / S` varies most in the first tokens, and a second one for the held-out quarter
-    of the tokens. If ``most`` is above 16, the channels are a :class:`Sample` by the first tokens, and
-    the gains are drawn a little to those that make the estimate unbiased. With ``fixed`` channels only
-    the gains are fitted.
+    of the tokens. With ``robust`` there are two more. If ``most`` is above 16, the channels are a
+    :class:`Sample` by the first tokens, and the gains are drawn a little to those that make the
+    estimate unbiased. With ``fixed`` channels only the gains are fitted.
 
     With ``robust`` the error is that of :math:`\log S`, except for a sample: the tokens of each update
     get weights that depend on how far the estimate is off. ``explained`` stays that of the relative
@@ -247,13 +246,13 @@ class TokenScales:
         self._ranks = ranks
         self._most = most
         self._robust = robust and not self.is_sample
-        self._channels: Tensor | None = None
+        self._candidates: Tensor | None = None
         self._fixed = bool(fixed)
         self._seen = 0
         self._unbiased: Tensor | None = None
         size = 1  # The first sums make it that of the candidates.
         if fixed:
-            self._channels = torch.tensor(fixed, device="cpu")
+            self._candidates = torch.tensor(fixed, device="cpu")
             size = len(fixed) + 2
         self._sums = torch.zeros(2, size, size, dtype=torch.float64, device="cpu")
         self._robust_sums = self._sums.clone()
@@ -267,14 +266,14 @@ class TokenScales:
         if self.least is None:
             # Each rank by itself: AnnealStart adds tokens while a model trains.
             self._set_least(u)
-        if self._channels is None:
+        if self._candidates is None:
             self._choose_candidates(u)
-        if self._channels is None:
+        if self._candidates is None:
             return
         if u.device != self._sums.device:
             self._sums = self._sums.to(u.device)
             self._robust_sums = self._robust_sums.to(u.device)
-        tokens = self._tokens(u, self._channels.to(u.device), numbers)
+        tokens = self._tokens(u, self._candidates.to(u.device), numbers)
         sums = tokens.sums()
         if self._robust:
             self._robust_sums = self._robust_sums + self._reweighted(tokens, sums)
@@ -289,14 +288,14 @@ class TokenScales:
         round before, it costs :math:`\log^2 r`.
         """
         for _ in range(_ROUNDS):
-            total = self._ranks.summed(self._robust_sums + sums).cpu()
-            gram = Gram.of(total[0] + total[1])
-            channels = torch.arange(gram.candidates, device="cpu")
+            summed = self._ranks.summed(self._robust_sums + sums).cpu()
+            gram = Gram.of(summed[0] + summed[1])
+            picked = torch.arange(gram.count, device="cpu")
             if not self._fixed:
-                limit = min(self._most, gram.candidates)
-                channels = list(gram.growing_sets(limit))[-1].channels
-            solution = gram.solve(channels[None])[0]
-            columns = gram.columns(channels).to(tokens.columns.device)
+                limit = min(self._most, gram.count)
+                picked = list(gram.growing_sets(limit))[-1].indices
+            solution = gram.solve(picked[None])[0]
+            columns = gram.columns(picked).to(tokens.columns.device)
             ratio = tokens.columns[:, columns] @ solution.to(tokens.columns)
             ratio = ratio.clamp_min(_LEAST_RATIO)
             factor = (ratio.log() / (ratio - 1)).square()
@@ -317,7 +316,7 @@ class TokenScales:
             weights.append(total**_LARGE)
             has_spread.append(alive)
         numbers = numbers[torch.cat(has_spread)]
-        is_held_out = (numbers * _GOLDEN) % 1 < _HELD_OUT
+        is_held_out = (numbers * GOLDEN) % 1 < _HELD_OUT
         return _Tokens(torch.cat(columns), torch.cat(weights), is_held_out)
 
     def _set_least(self, u: Tensor) -> None:
@@ -350,12 +349,13 @@ class TokenScales:
         mean = sums[0] / sums[2]
         if self.is_sample:
             sample = Sample.of(mean, sums[1], min(self._most, len(mean)))
-            self._channels = sample.channels
+            self._candidates = sample.channels
             self._unbiased = sample.gains.cpu()
+            # All channels of a sample are taken.
             self._fixed = True
             return
         variance = sums[1] / sums[2] - mean * mean
-        self._channels = variance.topk(min(_CANDIDATES, u.shape[1])).indices
+        self._candidates = variance.topk(min(_CANDIDATES, u.shape[1])).indices
 
     def _sums_of_tokens(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Return which tokens have a spread over their channels, and the norm's sums of these, (tokens, 1)."""
@@ -377,7 +377,7 @@ class TokenScales:
         They are added one by one while each lessens the held-out error by 2 %. Fixed channels are all
         taken, however little they explain.
         """
-        if self._channels is None:
+        if self._candidates is None:
             # No token had a spread.
             return Witnesses((), (), 0.0, (0.0,))
         sums = self._ranks.summed(self._sums.clone()).cpu()
@@ -386,43 +386,43 @@ class TokenScales:
             robust_sums = self._ranks.summed(self._robust_sums.clone()).cpu()
         limit = self._most
         if (sums[:, -1, -1] <= 0).any():
-            # The few tokens are all on one side: nothing can be judged, and nothing is chosen.
+            # The few tokens are all on one side: nothing can be judged, and no channel is added.
             limit = 0
             sums = sums.sum(0).expand(2, -1, -1) / 2
             robust_sums = robust_sums.sum(0).expand(2, -1, -1) / 2
         fitted = Gram.of(sums[0])
         held_out = Gram.of(sums[1])
         # The channels are chosen; their gains may be fitted to all tokens.
-        everything = Gram.of(robust_sums[0] + robust_sums[1])
+        all_tokens = Gram.of(robust_sums[0] + robust_sums[1])
         nothing = torch.arange(0, device="cpu")
         # Without witnesses there is only the constant, so it is fitted; with a sample it is 0.
-        errors = [fitted.error_on(held_out, nothing)]
+        errors = [fitted.squared_error_on(held_out, nothing)]
         if self._fixed:
-            chosen = torch.arange(fitted.candidates, device="cpu")
-            errors.append(self._for_gains(fitted).error_on(held_out, chosen))
+            chosen = torch.arange(fitted.count, device="cpu")
+            errors.append(self._for_gains(fitted).squared_error_on(held_out, chosen))
         else:
             robust = (Gram.of(robust_sums[0]), Gram.of(robust_sums[1]))
-            chosen, errors_of_more = _grown((fitted, held_out), robust, limit)
+            chosen, errors_of_more = _chosen_one_by_one((fitted, held_out), robust, limit)
             errors += errors_of_more
         if self._unbiased is not None and errors[0] <= errors[1]:
             # The tokens are so alike that a constant is nearer than a sample.
             chosen = nothing
         else:
-            everything = self._for_gains(everything)
-        return self._witnesses(chosen, everything, errors)
+            all_tokens = self._for_gains(all_tokens)
+        return self._witnesses(chosen, all_tokens, errors)
 
     def _for_gains(self, gram: Gram) -> Gram:
         """Return the sums to fit the gains by: those of a sample are drawn to the unbiased ones."""
         return gram if self._unbiased is None else gram.for_sample(self._unbiased)
 
-    def _witnesses(self, chosen: Tensor, everything: Gram, errors: list[float]) -> Witnesses:
+    def _witnesses(self, chosen: Tensor, all_tokens: Gram, errors: list[float]) -> Witnesses:
         """Fit the gains of the chosen candidates; ``errors`` are those with 0, 1, 2, ... channels."""
-        assert self._channels is not None
-        solved: list[float] = everything.solve(chosen[None])[0].tolist()
+        assert self._candidates is not None
+        solved: list[float] = all_tokens.solve(chosen[None])[0].tolist()
         beta = solved.pop()
         channels = []
         gains = []
-        for channel, gain in zip(self._channels[chosen].tolist(), solved, strict=True):
+        for channel, gain in zip(self._candidates[chosen].tolist(), solved, strict=True):
             if self._fixed:
                 # One that adds nothing to the others keeps a gain for its logarithm.
                 gain = max(gain, _LEAST_GAIN)
@@ -434,28 +434,27 @@ class TokenScales:
         return Witnesses(tuple(channels), tuple(gains), beta, tuple(explained))
 
 
-def _grown(
+def _chosen_one_by_one(
     sums: tuple[Gram, Gram], robust_sums: tuple[Gram, Gram], limit: int
 ) -> tuple[Tensor, list[float]]:
-    """Return at most ``limit`` channels, chosen by the robust sums, and the errors with 1, 2, ... channels.
+    """Return at most ``limit`` candidates, chosen by the robust sums, and the errors with 1, 2, ... of them.
 
     Both sums are of the tokens to fit and of those held out.
     """
     fitted, held_out = sums
     robust_fitted, robust_held_out = robust_sums
     chosen = torch.arange(0, device="cpu")
-    last_robust_error = robust_fitted.error_on(robust_held_out, chosen)
+    last_robust_error = robust_fitted.squared_error_on(robust_held_out, chosen)
     errors = []
     is_worth_it = True
     # After the first channel that is not worth it, the loop goes on only for the errors in the
     # report.
-    for tried in robust_fitted.growing_sets(min(max(limit, _REPORTED), fitted.candidates)):
-        errors.append(fitted.error_on(held_out, tried.channels))
-        robust_error = robust_held_out.error(tried.channels, tried.solution)
+    for tried in robust_fitted.growing_sets(min(max(limit, _REPORTED), fitted.count)):
+        errors.append(fitted.squared_error_on(held_out, tried.indices))
+        robust_error = robust_held_out.squared_error(tried.indices, tried.solution)
         is_better = robust_error < (1 - _WORTH) * last_robust_error
         last_robust_error = robust_error
-        if len(tried.channels) > limit or not is_better:
-            is_worth_it = False
+        is_worth_it &= is_better and len(tried.indices) <= limit
         if is_worth_it:
-            chosen = tried.channels
+            chosen = tried.indices
     return chosen, errors

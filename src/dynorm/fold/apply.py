@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dynorm.dtypes import DtypeRule
 from dynorm.fold.plan import Plan
@@ -16,7 +16,6 @@ from dynorm.replace.converted import identity
 from dynorm.replace.edits import ADDED_BIAS, edits_of, parameter_like, untie_, write_values_
 from dynorm.replace.specs import LayerSpec
 from dynorm.replace.swap import swap_, take_over_
-from dynorm.stream.graph import double
 
 Modules = Mapping[SiteFold, nn.Module]
 """The norms and point-wise layers of a model, by their records."""
@@ -27,7 +26,7 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
     """Put a plan into a model; an error inside the context takes it out again."""
     tensors = [slot.tensor for slot in plan.new.values]
     for fold in plan.folds:
-        tensors += [tensor for _, tensor, _ in fold.tensors]
+        tensors += [part.tensor for part in fold.affine_parts]
     config: Any = getattr(model, "config", None)
     is_tied = hasattr(config, "to_dict") and config.__dict__.get("tie_word_embeddings") is True
     # The plan knows the norms by their paths.
@@ -64,9 +63,8 @@ def _note_untied_(model: nn.Module, config: Any) -> None:
 @torch.no_grad()
 def _write_values_(plan: Plan, modules: Modules) -> None:
     """Write the new values of parameters, untied where owners differ, and add biases."""
-    for part in plan.rescaled:
-        for norm in part.norms:
-            _divide_(norm, part.factor)
+    for rescaled in plan.rescaled:
+        for norm in rescaled.writers:
             _forget_original_(modules[norm])
     new = plan.new
     write_values_(plan.slots, new.values)
@@ -74,13 +72,6 @@ def _write_values_(plan: Plan, modules: Modules) -> None:
         layer = slot.owners[0].module
         layer._parameters["bias"] = parameter_like(value, slot.tensor)
         layer.__dict__[ADDED_BIAS] = True
-
-
-def _divide_(norm: SiteFold, factor: Tensor) -> None:
-    """Divide the outputs of a norm, which writes into a rescaled stream, by a factor."""
-    for _, tensor, offset in norm.tensors:
-        effective = double(tensor).flatten() + offset
-        tensor.copy_((effective / factor - offset).view(tensor.shape))
 
 
 @torch.no_grad()
@@ -94,8 +85,8 @@ def _neutralize_(modules: Modules) -> None:
             if fold.is_absorbed or fold.by_rescaling:
                 _strip_(module, fold)
         elif fold.is_absorbed:
-            for name, tensor, offset in fold.tensors:
-                tensor.fill_((1.0 if name == "weight" else 0.0) - offset)
+            for part in fold.affine_parts:
+                part.tensor.fill_(part.neutral)
         if fold.learned_center_into is not None and not fold.by_rescaling:
             module._parameters["center"] = None
             _forget_original_(module)
@@ -103,21 +94,21 @@ def _neutralize_(modules: Modules) -> None:
 
 def _strip_(layer: PointwiseNorm, fold: SiteFold) -> None:
     """Take off a point-wise layer all that was folded: scale, weight and bias, slope and centre."""
-    slope = layer._parameters.get("log_beta")
+    log_beta = layer._parameters.get("log_beta")
     layer.scale = 1.0
     if fold.with_affine:
         weight = None
         if fold.remaining_weight is not None:
-            assert slope is not None
-            weight = parameter_like(fold.remaining_weight, slope)
+            assert log_beta is not None
+            weight = parameter_like(fold.remaining_weight, log_beta)
         else:
             _release_dtype_(layer)
         layer._parameters.update(weight=weight, bias=None)
         layer.weight_offset = 0.0
         layer.elementwise_affine = weight is not None
     if fold.is_line:
-        assert slope is not None
-        neutral = parameter_like(torch.zeros_like(slope), slope)
+        assert log_beta is not None
+        neutral = parameter_like(torch.zeros_like(log_beta), log_beta)
         layer._parameters.update(center=None, log_beta=neutral)
     _forget_original_(layer)
 
@@ -163,10 +154,10 @@ def _rms_for(fold: SiteFold) -> nn.Module:
     layer = LayerSpec("rmsnorm", config).build(None, None)
     if fold.is_absorbed:
         return layer
-    for name, tensor, offset in fold.tensors:
-        if isinstance(tensor, nn.Parameter) and not offset:
-            layer._parameters[name] = tensor
+    for part in fold.affine_parts:
+        if isinstance(part.tensor, nn.Parameter) and not part.offset:
+            layer._parameters[part.name] = part.tensor
         else:
             # A buffer becomes a parameter without a gradient: its values are still saved.
-            layer._parameters[name] = parameter_like(tensor.detach().double() + offset, tensor)
+            layer._parameters[part.name] = parameter_like(part.value, part.tensor)
     return layer

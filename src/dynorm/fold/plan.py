@@ -65,15 +65,15 @@ def planned(
             try:
                 fold.bias_before = bias_before(fold.calls, fold.dim, options.add_bias)
             except RefusedError as refusal:
-                fold.no_bias_before = str(refusal)
-        fold.shared = _shared(fold, graph.slots)
+                fold.bias_before_refused = str(refusal)
+        fold.tensors_refused = _tensors_refusal(fold, graph.slots)
     folds, rescaled = _affine_plan(sites, options)
     if options.center:
         decide_means(folds, options.center_partly)
     decide_learned_centers(folds)
     if squares is not None:
         decide_redundant(folds, squares, options.redundant)
-    return Plan(graph.slots, folds, rescaled, new_values(folds, rescaled))
+    return Plan(graph.slots, folds, rescaled, new_values(folds, rescaled, graph.slots))
 
 
 def _affine_plan(
@@ -85,48 +85,48 @@ def _affine_plan(
     Others may depend on it, so all are then decided again.
     """
     # Why each linear layer stays.
-    stays: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     if options.dropout_in_place:
         # In training it would write into the input of an identity before it.
-        stays = dict.fromkeys(range(len(sites)), "a dropout of the model works in place")
+        reasons = dict.fromkeys(range(len(sites)), "a dropout of the model works in place")
     while True:
-        folds = _copies(sites, options.affine, stays)
+        folds = _copies(sites, options.affine, reasons)
         decide_affine(folds, options.affine, options.add_bias)
         rescaled = decide_rescaling(folds)
-        stays_too = {}
+        new_reasons = {}
         for index, fold in enumerate(folds):
             if fold.is_line and not (fold.is_absorbed or fold.by_rescaling):
-                stays_too[index] = fold.affine_refused or ""
-        if not stays_too:
+                new_reasons[index] = fold.affine_refused or ""
+        if not new_reasons:
             return folds, rescaled
-        stays |= stays_too
+        reasons |= new_reasons
 
 
 def _copies(
     sites: Sequence[SiteFold],
     affine: bool,
-    stays: Mapping[int, str],
+    reasons: Mapping[int, str],
 ) -> list[SiteFold]:
     """Return a copy of each site, as a line if it is a linear layer that may be removed as a whole."""
     folds = []
     for index, fold in enumerate(sites):
         if not affine or fold.line is None or not fold.keeps_dtype:
             folds.append(replace(fold))
-        elif index in stays:
-            folds.append(replace(fold, remains_because=stays[index]))
+        elif index in reasons:
+            folds.append(replace(fold, remains_because=reasons[index]))
         else:
             weight, bias = fold.line
             folds.append(replace(fold, is_line=True, weight=weight, bias=bias, scale=1.0))
     return folds
 
 
-def _shared(fold: SiteFold, slots: Sequence[Slot]) -> str | None:
+def _tensors_refusal(fold: SiteFold, slots: Sequence[Slot]) -> str | None:
     """Return why a norm's weight and bias cannot change; None if they are saved, and only the norm uses them."""
-    for _, tensor, _ in fold.tensors:
-        held = [slot for slot in slots if slot.tensor is tensor]
+    for part in fold.affine_parts:
+        held = [slot for slot in slots if slot.tensor is part.tensor]
         slot = held[0]
         if not slot.is_saved:
             return f"{slot.name} is not saved with the model: it would come back when it is loaded"
-        if len(held) > 1 or len(slot.owners) > 1 or slot.leaves or slot.is_shared:
+        if len(held) > 1 or len(slot.owners) > 1 or slot.leaves or slot.overlaps:
             return f"{slot.name} is used elsewhere too"
     return None

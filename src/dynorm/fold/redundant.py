@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from dynorm.batches import site_tokens
-from dynorm.fold.report import FOLDED, REFUSED, Rewrite
 from dynorm.fold.site import NORMS, SiteFold
 from dynorm.guard import hooked
 from dynorm.stream.channels import moved_like
@@ -47,16 +46,16 @@ def decide_redundant(folds: Sequence[SiteFold], squares: MeanSquares, accepted: 
             continue
         try:
             followers = _norms_fed(folds, fold)
-            a_follower_goes = any(f is fold or f.redundant.state == FOLDED for f in followers)
+            a_follower_goes = any(f is fold or f.followers for f in followers)
             if fold in needed or a_follower_goes:
                 raise RefusedError("of norms in a row only every other one can go")
             change = max(_change(fold, norm, squares) for norm in followers)
             if change > accepted:
                 raise RefusedError(f"an eps after it would change outputs by up to {change:.1e}")
         except RefusedError as refusal:
-            fold.redundant = Rewrite(REFUSED, reason=str(refusal))
+            fold.redundant_refused = str(refusal)
             continue
-        fold.redundant = Rewrite(FOLDED, tuple(norm.path for norm in followers))
+        fold.followers = followers
         fold.change = change
         needed.update(followers)
 
@@ -140,7 +139,7 @@ def _require_product(fold: SiteFold, user: Node, value: Node) -> None:
     """Check that a reader of the norm is a product without a bias, token by token."""
     op, _ = producer(user)
     with_bias = ""
-    for reader in fold.reads:
+    for reader in fold.readers:
         if reader.node is op:
             keeps_tokens = shape(user)[:-1] == shape(value)[:-1]
             if packet(op) in _PRODUCTS and keeps_tokens and not reader.bias:

@@ -1,6 +1,6 @@
-"""Refuse a fold for a whole model, or for the weights that would take a norm's over.
+"""Refuse a model that cannot be folded, and a norm whose readers cannot take its weight and bias.
 
-Other refusals are raised where the operator or the rewrite is: see ``RefusedError``.
+All other refusals are raised where the operator or the rewrite is: see ``RefusedError``.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from dynorm.errors import ModelError
 from dynorm.fold.site import SiteFold
 from dynorm.guard import require_plain_model
 from dynorm.stream.graph import Leaf
-from dynorm.stream.operators import Read, RefusedError, require_new_bias
+from dynorm.stream.operators import Reader, RefusedError, refuse_for, require_new_bias
 from dynorm.stream.readers import shared_readers
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
-Uses = dict[Leaf, tuple[SiteFold, Read]]
-"""The reads of all sites, by their use of a weight."""
+Uses = dict[Leaf, tuple[SiteFold, Reader]]
+"""The readers of all sites, by their use of a weight."""
 
 
 def require_model(model: nn.Module) -> None:
@@ -51,10 +51,8 @@ def _not_plain(what: str) -> ModelError:
 
 def require_readers(fold: SiteFold, uses: Uses, add_bias: bool) -> None:
     """Check that the readers' weights and biases, and the norm's own, are used for nothing else."""
-    shared = shared_readers(fold.reads, {leaf: reader for leaf, (_, reader) in uses.items()})
-    if shared is not None:
-        raise RefusedError(shared)
-    for reader in fold.reads:
+    refuse_for(shared_readers(fold.readers, {leaf: reader for leaf, (_, reader) in uses.items()}))
+    for reader in fold.readers:
         for leaf in reader.weight.leaves:
             other, _ = uses[leaf]
             if not (_same(fold.factor, other.factor) and _same(fold.shift, other.shift)):
@@ -62,11 +60,11 @@ def require_readers(fold: SiteFold, uses: Uses, add_bias: bool) -> None:
                     f"{reader.weight.name}, which reads it, also reads {other.path}, whose weight "
                     "or bias differs"
                 )
-    if not fold.is_pointwise and fold.shared is not None:
-        raise RefusedError(fold.shared)
+    if not fold.is_pointwise:
+        refuse_for(fold.tensors_refused)
     if fold.shift is not None:
-        for reader in fold.reads:
-            _require_bias(fold.reads, reader, uses, add_bias)
+        for reader in fold.readers:
+            _require_bias(fold.readers, reader, uses, add_bias)
     if not fold.is_pointwise and not fold.is_exact:
         raise RefusedError("it is not a norm times its weight plus its bias to the last digits")
 
@@ -78,8 +76,8 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _require_bias(
-    reads: Sequence[Read],
-    reader: Read,
+    readers: Sequence[Reader],
+    reader: Reader,
     uses: Uses,
     add_bias: bool,
 ) -> None:
@@ -91,16 +89,15 @@ def _require_bias(
             raise RefusedError(
                 f"{slot.name}, which reads it, has a bias in one use and none in another"
             )
-    if reader.no_shift is not None:
-        raise RefusedError(f"its bias cannot be folded: {reader.no_shift}")
+    if reader.shift_refused is not None:
+        raise RefusedError(f"its bias cannot be folded: {reader.shift_refused}")
     bias = reader.bias
     if bias is None:
         if not add_bias:
             raise RefusedError(f"{slot.name} has no bias to take its bias: pass add_bias=True")
         require_new_bias(slot, reader.node)
         return
-    if bias.fixed is not None:
-        raise RefusedError(bias.fixed)
-    ours = {other.bias_leaf for other in reads if other.weight is slot}
+    refuse_for(bias.refused)
+    ours = {other.bias_leaf for other in readers if other.weight is slot}
     for leaf in bias.leaves - ours:
         raise RefusedError(f"{bias.name} is also used by {leaf.place}")

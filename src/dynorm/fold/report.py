@@ -118,12 +118,12 @@ class FoldReport(Plain):
                 norm += f" -> {site.becomes}"
             cells = [site.path, norm]
             for name in wanted:
-                rewrite: Rewrite = getattr(site, name)
-                cell = "-" if rewrite.state in (NOTHING, OFF) else rewrite.state
-                if rewrite.reason:
-                    if rewrite.reason not in reasons:
-                        reasons.append(rewrite.reason)
-                    cell += f" ({reasons.index(rewrite.reason) + 1})"
+                outcome: Rewrite = getattr(site, name)
+                cell = "-" if outcome.state in (NOTHING, OFF) else outcome.state
+                if outcome.reason:
+                    if outcome.reason not in reasons:
+                        reasons.append(outcome.reason)
+                    cell += f" ({reasons.index(outcome.reason) + 1})"
                 cells.append(cell)
             rows.append(cells)
         notes = [f"({number}) {reason}" for number, reason in enumerate(reasons, start=1)]
@@ -156,11 +156,11 @@ class FoldReport(Plain):
         if linear:
             removed = sum(site.becomes == "Identity" for site in linear)
             parts.append(f"{removed} of {len(linear)} linear layers removed")
-        for rewrite, noun in (("affine", "affine maps"), ("center", "means")):
-            folded = self.count(rewrite)
+        for name, noun in (("affine", "affine maps"), ("center", "means")):
+            folded = self.count(name)
+            partly = self.count(name, PARTLY)
             # An RMSNorm has no mean, and a norm that was folded before has no affine map.
-            partly = self.count(rewrite, PARTLY)
-            possible = folded + partly + self.count(rewrite, REFUSED)
+            possible = folded + partly + self.count(name, REFUSED)
             if possible:
                 parts.append(f"{folded} of {possible} {noun} folded")
             if partly:

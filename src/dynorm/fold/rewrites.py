@@ -24,7 +24,7 @@ def decide_affine(
         fold.affine_refused = _obstacle(fold)
     uses: Uses = {}
     for fold in folds:
-        for reader in fold.reads:
+        for reader in fold.readers:
             uses[reader.leaf] = (fold, reader)
     for fold in folds:
         if fold.is_absorbed:
@@ -61,7 +61,7 @@ def _obstacle(fold: SiteFold) -> str | None:
         return fold.around.readers.refused
     if not fold.chosen:
         return "not chosen"
-    if not fold.reads:
+    if not fold.readers:
         return "nothing reads it"
     if fold.around.readers.is_scaled and fold.shift is not None:
         return "scaled token by token before it is read, and its bias with it"
@@ -69,7 +69,7 @@ def _obstacle(fold: SiteFold) -> str | None:
 
 
 def _propagate_refusals(folds: Sequence[SiteFold], uses: Uses) -> None:
-    """Let a norm stay if one that shares a reader with it stays, until nothing changes."""
+    """Refuse each norm that shares a reader with a refused one, until nothing changes."""
     changed = True
     while changed:
         changed = False
@@ -83,7 +83,7 @@ def _propagate_refusals(folds: Sequence[SiteFold], uses: Uses) -> None:
 
 
 def _neighbour_that_stays(fold: SiteFold, uses: Uses) -> SiteFold | None:
-    for reader in fold.reads:
+    for reader in fold.readers:
         for leaf in reader.weight.leaves:
             neighbour, _ = uses[leaf]
             if not neighbour.is_absorbed:
@@ -127,8 +127,8 @@ def decide_means(folds: Sequence[SiteFold], partly: bool) -> None:
 
 def _other_writer(folds: Sequence[SiteFold], stream: Stream) -> str | None:
     """Return why some of the means stay: a writer is not linear."""
-    if stream.nonlinear_writer is not None:
-        return stream.nonlinear_writer
+    if stream.writer_refused is not None:
+        return stream.writer_refused
     if stream.norms_before:
         norm = folds[stream.norms_before[0].index]
         return (
@@ -140,8 +140,8 @@ def _other_writer(folds: Sequence[SiteFold], stream: Stream) -> str | None:
 
 def _other_reader(folds: Sequence[SiteFold], stream: Stream) -> str | None:
     """Return why no writer can lose its mean: something other than LayerNorms sees it."""
-    if stream.two_axes is not None:
-        return stream.two_axes
+    if stream.axes_refused is not None:
+        return stream.axes_refused
     for use in stream.norms_after:
         norm = folds[use.index]
         if norm.site.kind != "layernorm" or not use.over_channels:
@@ -150,7 +150,7 @@ def _other_reader(folds: Sequence[SiteFold], stream: Stream) -> str | None:
         return f"{stream.read_by} sees its mean"
     if stream.is_returned:
         return "the model returns it, with its mean"
-    return stream.shared_writer
+    return stream.shared_writer_refused
 
 
 def decide_learned_centers(folds: Sequence[SiteFold]) -> None:

@@ -14,9 +14,7 @@ def row_of(fold: SiteFold, options: Options) -> FoldedSite:
     off = Rewrite(OFF)
     affine_row = _affine_row(fold) if options.affine and fold.chosen else off
     mean_row = _mean_row(fold) if options.center and fold.chosen else off
-    constants_row = off
-    if fold.chosen and fold.is_pointwise:
-        constants_row = _constants_row(fold)
+    constants_row = _constants_row(fold) if fold.is_pointwise and fold.chosen else off
     becomes = ""
     if fold.is_gone:
         becomes = "Identity"
@@ -30,7 +28,7 @@ def row_of(fold: SiteFold, options: Options) -> FoldedSite:
         mean_row,
         constants_row,
         becomes=becomes,
-        redundant=fold.redundant,
+        redundant=_redundant_row(fold),
         change=fold.change,
     )
 
@@ -69,21 +67,28 @@ def _constants_row(fold: SiteFold) -> Rewrite:
         into = _weights_of_readers(fold)
     if fold.learned_center_into is not None and not fold.by_rescaling:
         into = (*into, fold.learned_center_into.slot.name)
-    stays = None
+    reason = None
     if fold.remains_because and not fold.by_rescaling:
-        stays = f"its slope stays: {fold.remains_because}"
+        reason = f"its slope stays: {fold.remains_because}"
     if into:
-        return Rewrite(FOLDED, into, stays)
+        return Rewrite(FOLDED, into, reason)
     if fold.is_gone:
-        return Rewrite(NOTHING, reason=stays)
-    reason = stays
+        return Rewrite(NOTHING)
     if fold.learned_center is not None and fold.learned_center_into is None:
-        reason = fold.no_bias_before or stays
+        reason = fold.bias_before_refused or reason
     if reason is None and fold.scale != 1:
         reason = fold.affine_refused
     if reason is None:
         return Rewrite(NOTHING)
     return _refused(reason)
+
+
+def _redundant_row(fold: SiteFold) -> Rewrite:
+    if fold.followers:
+        return Rewrite(FOLDED, tuple(norm.path for norm in fold.followers))
+    if fold.redundant_refused is not None:
+        return _refused(fold.redundant_refused)
+    return Rewrite(OFF)
 
 
 def _refused(reason: str) -> Rewrite:
@@ -98,4 +103,4 @@ def _names_of_writers(streams: Sequence[Stream]) -> tuple[str, ...]:
 
 
 def _weights_of_readers(fold: SiteFold) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(reader.weight.name for reader in fold.reads))
+    return tuple(dict.fromkeys(reader.weight.name for reader in fold.readers))

@@ -18,12 +18,11 @@ from dynorm.find.tokens import (
     plain_copy,
 )
 from dynorm.fold.check import WideCasts, relative_error
-from dynorm.fold.report import FOLDED, OFF, Rewrite
 from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
 from dynorm.replace.convert import Globs
 from dynorm.site import NormSite, select_sites
 from dynorm.stream.graph import double
-from dynorm.stream.operators import Read, Write
+from dynorm.stream.operators import Reader, Write
 from dynorm.stream.stream import Stream
 from dynorm.stream.survey import Surroundings
 
@@ -32,6 +31,25 @@ _EXACT = 1e-11
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Small tokens show whether eps is added to the variance, and where.
 _SCALES = (1e-3, 1.0, 1e3)
+
+
+@dataclass(frozen=True)
+class AffinePart:
+    """The weight or the bias of a norm or layer."""
+
+    name: str  # "weight" or "bias"
+    tensor: Tensor
+    offset: float  # the number that the norm adds to it
+
+    @property
+    def value(self) -> Tensor:
+        """Return the factor or the term that the norm computes with, in float64."""
+        return double(self.tensor) + self.offset
+
+    @property
+    def neutral(self) -> float:
+        """Return the number that makes a weight multiply by 1, or a bias add 0."""
+        return (1.0 if self.name == "weight" else 0.0) - self.offset
 
 
 @dataclass(eq=False)
@@ -49,8 +67,7 @@ class SiteFold:
     weight: Tensor | None = None  # in float64; None for 1
     bias: Tensor | None = None  # in float64; None for 0
     scale: float = 1.0  # the fixed factor of a point-wise layer
-    # "weight" and "bias" with the tensor, and the number that the norm adds to it.
-    tensors: list[tuple[str, Tensor, float]] = field(default_factory=list)
+    affine_parts: list[AffinePart] = field(default_factory=list)  # the tensors of weight and bias
     line: tuple[Tensor, Tensor | None] | None = None  # a linear layer's weight and bias of x
     kept_dtypes: frozenset[torch.dtype] = frozenset()  # inputs of these come out as they came
     is_exact: bool = False  # it is its neutral form times weight plus bias, to the last digits
@@ -60,9 +77,9 @@ class SiteFold:
 
     # On the graph; empty if it is not traced or never called.
     around: Surroundings = field(default_factory=Surroundings)
-    shared: str | None = None  # why its weight and bias cannot change: others use them
+    tensors_refused: str | None = None  # why its weight and bias cannot change: others use them
     bias_before: Write | None = None  # a bias that adds to its input and to nothing else
-    no_bias_before: str = ""  # why there is none
+    bias_before_refused: str = ""  # why there is none
 
     # Its weight and bias, into the readers.
     with_affine: bool = False  # weight and bias go too, not only the scale
@@ -87,7 +104,8 @@ class SiteFold:
     remains_because: str = ""  # why that part, or the whole layer, stays
 
     # A norm that feeds only norms may be removed as a whole.
-    redundant: Rewrite = field(default_factory=lambda: Rewrite(OFF))
+    followers: list["SiteFold"] = field(default_factory=list)  # these norms, if it is removed
+    redundant_refused: str | None = None
     change: float = 0.0  # the largest relative change of the outputs of these norms
 
     @property
@@ -102,9 +120,9 @@ class SiteFold:
         return self.site.dim
 
     @property
-    def reads(self) -> list[Read]:
+    def readers(self) -> list[Reader]:
         """Return the operators that read its outputs."""
-        return self.around.readers.reads
+        return self.around.readers.linear
 
     @property
     def calls(self) -> list[Node]:
@@ -128,7 +146,7 @@ class SiteFold:
     @property
     def is_gone(self) -> bool:
         """Return whether nothing of it stays."""
-        if self.redundant.state == FOLDED:
+        if self.followers:
             return True
         is_removed = self.is_line and (self.by_rescaling or self.is_absorbed)
         return is_removed and self.remaining_weight is None
@@ -187,10 +205,8 @@ def _site_fold(site: NormSite, module: nn.Module, chosen: bool) -> SiteFold:
     fold = SiteFold(site, isinstance(module, PointwiseNorm), chosen, reason)
     if reason is not None:
         return fold
-    fold.tensors = _tensors(site, module)
-    values = {}
-    for name, tensor, offset in fold.tensors:
-        values[name] = double(tensor).flatten() + offset
+    fold.affine_parts = _affine_parts(site, module)
+    values = {part.name: part.value.flatten() for part in fold.affine_parts}
     fold.weight = values.get("weight")
     fold.bias = values.get("bias")
     if isinstance(module, PointwiseNorm):
@@ -226,18 +242,15 @@ def _refusal(site: NormSite, module: nn.Module) -> str | None:
     return None
 
 
-def _tensors(
-    site: NormSite,
-    module: nn.Module,
-) -> list[tuple[str, Tensor, float]]:
-    """Return "weight" and "bias" of a norm, each with its tensor and the number added to it."""
+def _affine_parts(site: NormSite, module: nn.Module) -> list[AffinePart]:
+    """Return the weight and the bias that tensors of a norm hold."""
     tensors = named_tensors(module)
-    held = []
+    parts = []
     if site.weight_name in tensors:
-        held.append(("weight", tensors[site.weight_name], site.weight_offset))
+        parts.append(AffinePart("weight", tensors[site.weight_name], site.weight_offset))
     if site.bias_name in tensors:
-        held.append(("bias", tensors[site.bias_name], 0.0))
-    return held
+        parts.append(AffinePart("bias", tensors[site.bias_name], 0.0))
+    return parts
 
 
 def _line(fold: SiteFold, log_beta: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -279,8 +292,8 @@ def is_exact(fold: SiteFold, module: nn.Module, *, as_layernorm: bool = False) -
             copied = plain_copy(module, torch.float64)
             norm = TokenFunction(copied, tuple(sizes), (axis,), torch.float64, device)
             neutral = replace(norm, module=plain_copy(module, torch.float64))
-            for name, tensor, offset in _tensors(fold.site, neutral.module):
-                tensor.fill_((1.0 if name == "weight" else 0.0) - offset)
+            for part in _affine_parts(fold.site, neutral.module):
+                part.tensor.fill_(part.neutral)
             for scale in _SCALES:
                 tokens = norm.sample(scale, seed=0)
                 if as_layernorm:

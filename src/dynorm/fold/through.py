@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynorm.fold.site import SiteFold
-from dynorm.stream.operators import RefusedError
+from dynorm.stream.operators import RefusedError, refuse_for
 from dynorm.stream.stream import Stream
 
 
@@ -21,7 +21,7 @@ class RescaledStream:
     """A stream between linear layers: its values are ``factor`` times those of the folded model."""
 
     stream: Stream
-    norms: list[SiteFold] = field(default_factory=list)  # write into it; their weights take 1 / d
+    writers: list[SiteFold] = field(default_factory=list)  # norms whose weights take 1 / d
     takers: list[SiteFold] = field(default_factory=list)  # linear layers that give d to readers
     refused: str | None = None  # why its factor must stay 1
     factor: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64, device="cpu"))
@@ -63,20 +63,20 @@ def decide_rescaling(folds: Sequence[SiteFold]) -> list[RescaledStream]:
     for fold in folds:
         if fold.is_line and not fold.is_absorbed and fold.calls:
             _choose_rescaling(fold)
-    rescaled: dict[Stream, RescaledStream] = {}
+    records: dict[Stream, RescaledStream] = {}
     for fold in folds:
         if fold.by_rescaling:
             before = fold.around.before[0]
             after = fold.around.after[0]
             for stream in (before, after):
-                if stream not in rescaled:
-                    rescaled[stream] = _rescalable(folds, stream)
-            _join(fold, rescaled[before], rescaled[after])
-    for part in rescaled.values():
-        for taker in part.takers:
+                if stream not in records:
+                    records[stream] = _rescaled_stream(folds, stream)
+            _join(fold, records[before], records[after])
+    for record in records.values():
+        for taker in record.takers:
             assert taker.factor is not None
-            taker.factor = part.factor * taker.factor
-    return [part for part in rescaled.values() if bool((part.factor != 1).any())]
+            taker.factor = record.factor * taker.factor
+    return [record for record in records.values() if bool((record.factor != 1).any())]
 
 
 def _choose_rescaling(fold: SiteFold) -> None:
@@ -92,7 +92,7 @@ def _choose_rescaling(fold: SiteFold) -> None:
     elif len(fold.calls) != 1:
         obstacle = "the layer is called several times"
     elif fold.bias is not None and fold.bias_before is None:
-        obstacle = fold.no_bias_before
+        obstacle = fold.bias_before_refused
     if obstacle is not None:
         fold.affine_refused = f"{fold.affine_refused}; {obstacle}"
         return
@@ -123,27 +123,24 @@ def _join(fold: SiteFold, before: RescaledStream, after: RescaledStream) -> None
     before.group.merge(after.group)
 
 
-def _rescalable(folds: Sequence[SiteFold], stream: Stream) -> RescaledStream:
-    """Return a stream with its norms, or with the reason why its factor must stay."""
+def _rescaled_stream(folds: Sequence[SiteFold], stream: Stream) -> RescaledStream:
+    """Return a stream with its norms, or with the reason why its factor must stay 1."""
     rescaled = RescaledStream(stream)
     try:
-        if stream.nonlinear_writer is not None:
-            raise RefusedError(stream.nonlinear_writer)
+        refuse_for(stream.writer_refused)
         for use in stream.norms_before:
             _add_writer(rescaled, folds[use.index], use.over_channels)
         for use in stream.norms_after:
             _add_taker(rescaled, folds[use.index], use.over_channels)
-        if stream.nonlinear_reader is not None:
-            raise RefusedError(stream.nonlinear_reader)
+        refuse_for(stream.reader_refused)
         if stream.is_returned:
             raise RefusedError("the model returns it")
-        for shared in (stream.shared_writer, stream.shared_reader):
-            if shared is not None:
-                raise RefusedError(shared)
-        for norm in rescaled.norms:
-            _require_all_calls(norm, norm.around.after, stream)
-        for norm in rescaled.takers:
-            _require_all_calls(norm, norm.around.before, stream)
+        refuse_for(stream.shared_writer_refused)
+        refuse_for(stream.shared_reader_refused)
+        for writer in rescaled.writers:
+            _require_only_here(writer, writer.around.after, stream)
+        for taker in rescaled.takers:
+            _require_only_here(taker, taker.around.before, stream)
     except RefusedError as refusal:
         rescaled.refused = str(refusal)
     return rescaled
@@ -157,26 +154,25 @@ def _add_writer(rescaled: RescaledStream, norm: SiteFold, over_channels: bool) -
         raise RefusedError(
             f"written by the norm {norm.path}, which has no weight that could take a factor"
         )
-    # The factors on both sides make a layer that goes the identity.
-    if not norm.by_rescaling and norm not in rescaled.norms:
-        if norm.shared is not None:
-            raise RefusedError(norm.shared)
-        rescaled.norms.append(norm)
+    # A layer that goes needs no factor: those on both sides make it the identity.
+    if not norm.by_rescaling and norm not in rescaled.writers:
+        refuse_for(norm.tensors_refused)
+        rescaled.writers.append(norm)
 
 
-def _add_taker(rescaled: RescaledStream, norm: SiteFold, over_channels: bool) -> None:
+def _add_taker(rescaled: RescaledStream, layer: SiteFold, over_channels: bool) -> None:
     """Add a linear layer that reads the stream, and whose readers take the factor."""
-    if not over_channels or not norm.is_line:
-        raise RefusedError(f"read by {norm.path}, which stays")
-    if not norm.by_rescaling and norm not in rescaled.takers:
-        rescaled.takers.append(norm)
+    if not over_channels or not layer.is_line:
+        raise RefusedError(f"read by {layer.path}, which stays")
+    if not layer.by_rescaling and layer not in rescaled.takers:
+        rescaled.takers.append(layer)
 
 
-def _require_all_calls(norm: SiteFold, streams: Sequence[Stream], stream: Stream) -> None:
+def _require_only_here(norm: SiteFold, streams: Sequence[Stream], stream: Stream) -> None:
     """Check that a norm is called on one stream only, and its readers read no other norm."""
     if any(other is not stream for other in streams):
         raise RefusedError(f"{norm.path} is called on other values too")
-    ours = {reader.leaf for reader in norm.reads}
-    for reader in norm.reads:
+    ours = {reader.leaf for reader in norm.readers}
+    for reader in norm.readers:
         if reader.weight.leaves - ours:
             raise RefusedError(f"a reader of {norm.path} reads another norm too")

@@ -1,6 +1,6 @@
 """The new values of a model's parameters, all in float64, before any of them is written."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from dynorm.stream.stream import Stream
 class NewValues:
     """The new values of all parameters that a fold changes.
 
-    Args:
+    Attributes:
         values: the new value of each parameter.
         added: the biases to add, by the weight of their layer.
     """
@@ -48,7 +48,7 @@ class NewValues:
         done = set()
         absorbed = [fold for fold in folds if fold.is_absorbed]
         for fold in absorbed:
-            for reader in fold.reads:
+            for reader in fold.readers:
                 weight = reader.weight
                 bias = reader.bias
                 if (weight, bias) in done:
@@ -95,25 +95,32 @@ class NewValues:
                 if bias is not None:
                     self.added[write.slot] = bias - bias.mean()
 
-    def rescale(self, part: RescaledStream) -> None:
+    def rescale(self, rescaled: RescaledStream, slots: Mapping[Tensor, Slot]) -> None:
         """Multiply the readers of a stream by its factors, and divide the writers by them."""
-        readers = {reader.weight: reader for reader in part.stream.reads}
+        readers = {reader.weight: reader for reader in rescaled.stream.readers}
         for reader in readers.values():
             weight = self.value(reader.weight)
-            self.values[reader.weight] = reader.scaled(weight, part.factor)
+            self.values[reader.weight] = reader.scaled(weight, rescaled.factor)
         writers: dict[Slot, int] = {}
-        for write in part.stream.writes:
+        for write in rescaled.stream.writes:
             if write.gain is None:
                 writers[write.slot] = write.axis
             else:
                 writers[write.gain] = 0
         for slot, axis in writers.items():
-            self.scale(slot, 1 / part.factor, axis)
+            self.scale(slot, 1 / rescaled.factor, axis)
+        for norm in rescaled.writers:
+            for part in norm.affine_parts:
+                factor = rescaled.factor.view(part.tensor.shape)
+                self.values[slots[part.tensor]] = part.value / factor - part.offset
 
 
-def new_values(folds: Sequence[SiteFold], rescaled: Sequence[RescaledStream]) -> NewValues:
-    """Return the new values of all parameters that a fold changes."""
+def new_values(
+    folds: Sequence[SiteFold], streams_to_rescale: Sequence[RescaledStream], slots: Sequence[Slot]
+) -> NewValues:
+    """Return the new values of all parameters that a fold changes; ``slots`` are all of the model."""
     new = NewValues()
+    # First, because it overwrites.
     new.scale_readers(folds)
     new.move_learned_centers(folds)
     streams: dict[Stream, None] = {}
@@ -123,6 +130,7 @@ def new_values(folds: Sequence[SiteFold], rescaled: Sequence[RescaledStream]) ->
         streams.update(dict.fromkeys(fold.partly_mean_free))
     new.remove_means(list(streams))
     # Last, because the mean to take out is that of the channels before a factor divides each.
-    for part in rescaled:
-        new.rescale(part)
+    by_tensor = {slot.tensor: slot for slot in slots}
+    for rescaled in streams_to_rescale:
+        new.rescale(rescaled, by_tensor)
     return new

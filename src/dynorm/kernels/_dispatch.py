@@ -76,9 +76,9 @@ def pointwise(
 
     The definition serves under a tracer, a transform or a mode, for subclasses of Tensor, for
     layouts without a kernel, for more witnesses than an old build of the CPU kernels takes, and for
-    invalid input, so that it raises the error. The sizes of x at ``dim``, an axis or several, are ``shape``, whose
-    positions the witnesses count; the rest is as in :class:`Form`. An x on another device than its
-    parameters is an ArgumentError.
+    invalid input, so that it raises the error. The sizes of x at ``dim``, an axis or several, are
+    ``shape``, whose positions the witnesses count; the rest is as in :class:`Form`. An x on another
+    device than its parameters is an ArgumentError.
     """
     if not ENABLED or torch.compiler.is_compiling():
         return None
@@ -128,15 +128,15 @@ def fast_path(
     Nearly every call on a CPU ends here. The check is one call to C++, which takes less time than
     two checks in Python.
     """
-    record: Callable[..., Tensor] = _Pointwise.apply
     y = _cpu.serve(x, parameters, function, logarithmic, scale, shape, witnesses)
     if y is None:
         return None
     # True instead of y: the call is right, but autograd has to record it.
     if y is True:
         form = _form(function, logarithmic, scale, math.prod(shape), 1, witnesses)
-        return record(form, x, *parameters)
-    # Log once what computes the layers.
+        recorded: Tensor = _Pointwise.apply(form, x, *parameters)  # type: ignore[no-untyped-call]
+        return recorded
+    # For its log line.
     serving("cpu")
     return y
 
@@ -163,7 +163,7 @@ def fits(
     shape: tuple[int, ...],
     witnesses: int,
 ) -> bool:
-    """Return whether the kernels take these tensors; if not, the definition says why."""
+    """Return whether the kernels take these tensors; if not, the definition computes, or says why."""
     # Each of these questions costs some 70 ns, so they are asked once.
     if x.dtype not in _cpu.DTYPES or x.layout is not torch.strided or x.is_neg() or not x.ndim:
         return False
@@ -216,6 +216,7 @@ class _Pointwise(torch.autograd.Function):
         ctx.save_for_backward(x, *parameters)
         if form.inner == 1:
             shape = (form.channels,)
+            # Again if `fast_path` said True: here no gradient is wanted.
             y = _cpu.serve(
                 x, parameters, form.function, form.logarithmic, form.scale, shape, form.witnesses
             )
@@ -291,19 +292,19 @@ def _plain_gradients(
 @lru_cache
 def serving(device: str) -> str:
     """Return what computes the layers on a device, and log it once."""
-    kernels = "torch"
+    name = "torch"
     if device == "cpu":
-        kernels = _cpu.name()
+        name = _cpu.name()
     elif device == "cuda":
         from dynorm.kernels import _triton
 
         if _triton.available():
-            kernels = "triton"
-    if device == "cpu" and kernels == "torch":
+            name = "triton"
+    if device == "cpu" and name == "torch":
         _log.warning(
             "the CPU kernels are not there, so plain torch computes the point-wise layers, several "
             "times slower: install g++, then run python -m dynorm.kernels._build"
         )
     elif device in ("cpu", "cuda"):
-        _log.info("point-wise layers on %s: %s", device, kernels)
-    return kernels
+        _log.info("point-wise layers on %s: %s", device, name)
+    return name

@@ -92,7 +92,7 @@ class PointwiseNorm(nn.Module):
             returns the input's.
         weight_offset: added to ``weight``, in at least float32, before it multiplies: 1.0 for a
             norm whose factor is 1 + w, of which the layer then holds w with all its digits.
-        device: where the parameters live; ``"meta"`` makes none.
+        device: where the parameters live; on ``"meta"`` they have no values.
 
     Raises:
         ArgumentError: a size is not positive; ``dim`` and ``normalized_shape`` disagree; ``scale``
@@ -190,7 +190,7 @@ class PointwiseNorm(nn.Module):
         return constant
 
     def reset_parameters(self) -> None:
-        """Set each channel's factor to 1, bias and centre to 0, the constants to their defaults."""
+        """Set factors and gains to 1, bias and centre to 0, the constants to their defaults."""
         with torch.no_grad():
             for name, value in self._initial_constants().items():
                 getattr(self, name).fill_(value)
@@ -217,12 +217,11 @@ class PointwiseNorm(nn.Module):
         """
         if not isinstance(x, Tensor):
             return self._forward_symbol(x)
-        # The jagged layout without witnesses broadcasts as any other tensor.
+        # A jagged one without witnesses broadcasts as any other tensor.
         if x.is_nested and (x.layout == torch.strided or self.witness_channels):
             return self._forward_nested(x)
         # The usual case first: this runs at every call.
-        has_channels_last = self.dim == -1 and x.ndim
-        if not (has_channels_last and x.shape[-1] == self.normalized_shape[0]):
+        if not (self.dim == -1 and x.ndim and x.shape[-1] == self.normalized_shape[0]):
             sizes = tuple(x.shape[d] for d in self.dims if -x.ndim <= d < x.ndim)
             if sizes != self.normalized_shape:
                 raise ArgumentError(
@@ -328,6 +327,7 @@ class PointwiseNorm(nn.Module):
     @classmethod
     def form(cls, scale: float) -> kernels.Form:
         """Return everything that the definition needs except tensors and their axes."""
+        # The definition reads neither channels nor inner.
         return kernels.Form(cls.kernel, cls.logarithmic, scale, channels=1, inner=1)
 
     @classmethod
@@ -417,9 +417,9 @@ class PointwiseNorm(nn.Module):
         are_positive = value.isfinite() & (value > 0)
         if not value.is_meta and not bool(are_positive.all()):
             raise ArgumentError(f"beta must be positive and finite, got {beta}")
-        self.fill_slope_(value)
+        self.fill_beta_(value)
 
-    def fill_slope_(self, beta: Tensor) -> None:
+    def fill_beta_(self, beta: Tensor) -> None:
         """Set the slope as :meth:`set_slope_` does, without its check: that waits for a GPU."""
         _store_(self.first_constant, self.constant_from(beta.detach()))
 
@@ -430,7 +430,7 @@ class PointwiseNorm(nn.Module):
 
     def fill_constants_(self, beta: Tensor, center: Tensor) -> None:
         """Set the slope by ``beta``, the centre if there is one, and every other constant to 0."""
-        self.fill_slope_(beta)
+        self.fill_beta_(beta)
         for name in self.constants[1:]:
             getattr(self, name).detach().zero_()
         if self.center is not None:

@@ -74,13 +74,13 @@ def on_shards(layer: PointwiseNorm, x: DTensor) -> DTensor:
     # The numbers of this rank's channels, cut once for each dimension of the mesh that shards them.
     channels = torch.arange(layer.channels, device="cpu").reshape(layer.normalized_shape)
     groups = []
-    for position, placement in enumerate(x.placements):
+    for mesh_dim, placement in enumerate(x.placements):
         if isinstance(placement, Shard) and placement.dim in axes:
             require_pointwise(layer)
             axis = axes.index(placement.dim)
-            size = channels_per_rank(channels.shape[axis], mesh.size(position))
-            channels = channels.narrow(axis, size * mesh.get_local_rank(position), size)
-            groups.append(mesh.get_group(position))
+            size = channels_per_rank(channels.shape[axis], mesh.size(mesh_dim))
+            channels = channels.narrow(axis, size * mesh.get_local_rank(mesh_dim), size)
+            groups.append(mesh.get_group(mesh_dim))
     parameters: dict[str, Tensor | None] = {}
     for name, parameter in layer._parameters.items():
         if parameter is None:
@@ -131,7 +131,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        ctx.numbers = x.shape[-1]
+        ctx.width = x.shape[-1]
         parts = [torch.empty_like(x) for _ in range(group.size())]
         torch.distributed.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, -1)
@@ -139,8 +139,8 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         total: Tensor = _Summed.apply(gradients[0], ctx.group)  # type: ignore[no-untyped-call]
-        first = ctx.numbers * ctx.group.rank()
-        return total.narrow(-1, first, ctx.numbers), None
+        first = ctx.width * ctx.group.rank()
+        return total.narrow(-1, first, ctx.width), None
 
 
 class _Summed(torch.autograd.Function):
@@ -177,12 +177,12 @@ def _with_witnesses(
     # The places of this rank's witnesses among its channels, and in the list of all witnesses.
     position_of = {channel: position for position, channel in enumerate(channels)}
     positions = []
-    numbers = []
+    ours = []
     for number, witness in enumerate(twin.witness_channels):
         if witness in position_of:
             positions.append(position_of[witness])
-            numbers.append(number)
-    log_gain = twin.log_gain[numbers]
+            ours.append(number)
+    log_gain = twin.log_gain[ours]
     # Squares of float32 do not overflow in float64, but an infinite witness would have a gradient of NaN.
     squares = clamped(u[..., positions]).double().square()
     total = (squares * upcast(log_gain).double().exp()).sum(-1, keepdim=True)

@@ -192,59 +192,59 @@ class _Measurement:
                 if replaced_by(layer) is not None:
                     self.layer_of[norm] = layer
         compared = set(self.layer_of.values())
-        self.sites: dict[PointwiseNorm, _LayerStats] = {}
+        self.stats: dict[PointwiseNorm, _LayerStats] = {}
         for path, layer in layers.items():
             if layer in compared:
-                self.sites[layer] = _LayerStats(path, layer, seed)
+                self.stats[layer] = _LayerStats(path, layer, seed)
 
     def add(self, batch: Batch, share: float) -> None:
         """Add a batch, with the share of its tokens to fit on; with 1 only the original is run."""
         fit_only = share == 1
         # The norms' outputs that no layer's output was compared with yet, in call order.
-        pending: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.sites}
+        pending: dict[nn.Module, list[Tensor]] = {layer: [] for layer in self.stats}
 
         def see_norm(norm: nn.Module, x: Tensor, y: Tensor) -> None:
-            site = self.sites[self.layer_of[norm]]
-            tokens = site.see(x, batch, share)
+            stats = self.stats[self.layer_of[norm]]
+            tokens = stats.see(x, batch, share)
             if len(tokens):
-                site.add_sums(tokens, fit_only)
+                stats.add_sums(tokens, fit_only)
             if fit_only:
                 return
             # A copy, because the model may later write into its own tensor.
-            pending[site.layer].append(site.tokens_of(y, batch).clone())
+            pending[stats.layer].append(stats.tokens_of(y, batch).clone())
 
         def see_layer(layer: PointwiseNorm, args: tuple[Tensor, ...], y: Tensor) -> None:
-            site = self.sites[layer]
+            stats = self.stats[layer]
             # Only to refuse inputs that are not finite.
-            site.tokens_of(args[0], batch)
+            stats.tokens_of(args[0], batch)
             outputs = site_tokens(layer, y, token_masks(batch))
-            site.add_saturation(outputs)
+            stats.add_saturation(outputs)
             if pending[layer]:
                 targets = pending[layer].pop(0)
                 if targets.shape == outputs.shape:
-                    site.compare(outputs, targets)
+                    stats.compare(outputs, targets)
 
         def run_original(changed: Batch) -> object:
             return run_norms(self.original, self.layer_of, changed, lambda *_: None)
 
         before = run_norms(self.original, self.layer_of, batch, see_norm)
         if not fit_only:
-            with hooked(self.sites, see_layer):
+            with hooked(self.stats, see_layer):
                 after = call(self.model, batch)
             self.comparison.add(batch, before, after, run_original)
 
     def report(self, meta: Mapping[str, object] | None) -> ModelReport:
         """Return the report, with the sites in call order."""
-        sites = self.sites.values()
+        all_stats = self.stats.values()
         # A loaded model has no site to compare, but an output.
-        reached = reached_sites(sites, "converted norm") if sites else []
+        reached = reached_sites(all_stats, "converted norm") if all_stats else []
         return ModelReport(
             model=type(self.model).__name__,
-            sites=[site.report() for site in reached],
+            sites=[stats.report() for stats in reached],
             output=self.comparison.report(),
             batches=self.comparison.batches,
             left=layers_without_norms(self.model),
-            unreached=[site.site.path for site in sites if not site.tokens],
+            unreached=[stats.site.path for stats in all_stats if not stats.tokens],
             meta=dict(meta or {}),
         )
 
@@ -260,13 +260,13 @@ def _layers_to_compare(model: nn.Module) -> dict[str, PointwiseNorm]:
 
 
 class _SumFit:
-    r"""The error of predicted sums p of the tokens' sums t, up to one factor for all tokens.
+    r"""The error of predictions p of t, the sums C (sigma^2 + eps) of tokens, up to one factor.
 
     .. math:: \min_a \frac{\sum w (1 - a p / t)^2}{\sum w}
         = 1 - \frac{(\sum w p / t)^2}{\sum w (p / t)^2 \sum w}
 
-    The factor is free because the layer's weight can make up for it. A large token counts more, by
-    the root of its sum: ``w = sqrt(t)``.
+    The factor, one for all tokens, is free because the layer's weight can make up for it. A large
+    token counts more, by the root of its sum: ``w = sqrt(t)``.
     """
 
     def __init__(self) -> None:
@@ -282,8 +282,8 @@ class _SumFit:
         self._ratios += float((weight * ratio).sum())
         self._squares += float((weight * ratio * ratio).sum())
 
-    def error(self) -> float:
-        """Return the error with the best factor, between 0 and 1."""
+    def squared_error(self) -> float:
+        """Return the squared error with the best factor, between 0 and 1."""
         return 1 - self._ratios * self._ratios / (self._squares * self._weights)
 
 
@@ -296,10 +296,10 @@ class _LayerStats(SiteStats):
         super().__init__(replace(replaced.site, path=path), seed + replaced.site.order)
         self.layer = layer
         self.why = replaced.why
-        self._outputs = 0
+        self._seen_tokens = 0
         self._saturated = 0.0
         # The layer's outputs, compared with the norm's, the targets.
-        self._compared = 0
+        self._compared_tokens = 0
         self._residual = 0.0
         device = next(layer.parameters()).device
         self._target_sum = torch.zeros(layer.channels, dtype=torch.float64, device=device)
@@ -317,16 +317,16 @@ class _LayerStats(SiteStats):
         # The share of no outputs would be NaN.
         if len(outputs):
             self._saturated += float(saturated_share(self.layer, outputs)) * len(outputs)
-        self._outputs += len(outputs)
+        self._seen_tokens += len(outputs)
 
     def compare(self, outputs: Tensor, targets: Tensor) -> None:
         """Add the layer's outputs and the norm's, both (tokens, C)."""
         outputs = outputs.double()
         targets = targets.double().to(outputs.device)
-        self._compared += len(outputs)
+        self._compared_tokens += len(outputs)
         self._residual += float((outputs - targets).square().sum())
-        self._target_sum = self._target_sum + targets.sum(0)
-        self._target_square = self._target_square + targets.square().sum(0)
+        self._target_sum += targets.sum(0)
+        self._target_square += targets.square().sum(0)
 
     @torch.no_grad()
     def add_sums(self, x: Tensor, fit_only: bool) -> None:
@@ -371,8 +371,8 @@ class _LayerStats(SiteStats):
         if self._size_ratios_of_fit.count:
             size_error_fit = self._size_ratios_of_fit.deviation()
         saturated = None
-        if self._outputs:
-            saturated = self._saturated / self._outputs
+        if self._seen_tokens:
+            saturated = self._saturated / self._seen_tokens
         return SiteReport(
             **self.figures(),
             layer=NAMES.get(type(layer), type(layer).__name__),
@@ -392,18 +392,18 @@ class _LayerStats(SiteStats):
 
     def _output_error(self) -> float | None:
         """Return the distance to the norm's outputs over their spread; None if nothing compares."""
-        count = max(self._compared, 1)
+        count = max(self._compared_tokens, 1)
         mean = self._target_sum / count
         mean_square = self._target_square / count
-        spread = float((mean_square - mean * mean).sum()) * self._compared
-        if not spread > 0:
+        total_spread = float((mean_square - mean * mean).sum()) * self._compared_tokens
+        if not total_spread > 0:
             return None
-        error: float = (self._residual / spread) ** 0.5
+        error: float = (self._residual / total_spread) ** 0.5
         return error
 
     def _explained(self) -> float:
         """Return the part of a constant's error that the layer's sum removes, from 0 to 1."""
-        constant = self._by_constant.error()
+        constant = self._by_constant.squared_error()
         if constant <= 0:
             return 0.0
-        return max(1 - self._by_layer.error() / constant, 0.0)
+        return max(1 - self._by_layer.squared_error() / constant, 0.0)

@@ -72,7 +72,7 @@ class Graph:
         for tensor, holders in owners.items():
             nodes = {owner: _nodes_of(owner, placeholders) for owner in holders}
             self.slots += _slots(tensor, nodes, tensor in overlapping, untie)
-        _fix_parts_of(norms.values(), self.slots)
+        _forbid_parts_of(norms.values(), self.slots)
         # The calls of each norm, by the index of the norm.
         self.calls: dict[int, list[Node]] = {}
         for node in program.graph.nodes:
@@ -133,8 +133,10 @@ def _exported(flat: "_Flat") -> "ExportedProgram":
 
 def _is_functional(node: Node) -> bool:
     """Return whether a node writes into no other value, and is not a subgraph."""
+    if node.op == "get_attr":
+        return False
     if node.op != "call_function" or node.target is operator.getitem:
-        return node.op != "get_attr"
+        return True
     # A constant in the model's code is detached in place.
     if packet(node) == "aten.detach_":
         return True
@@ -194,30 +196,30 @@ def _slots(
         return [Slot(tensor, [owner], nodes[owner]) for owner in nodes]
     hint = "" if len(nodes) == 1 or untie or is_buffer else ": pass untie=True"
     all_nodes = list(itertools.chain.from_iterable(nodes.values()))
-    slot = Slot(tensor, list(nodes), all_nodes, is_shared=overlaps, hint=hint)
+    slot = Slot(tensor, list(nodes), all_nodes, overlaps=overlaps, hint=hint)
     if overlaps:
-        slot.fixed = f"{slot.name} shares its memory with another tensor of the model"
+        slot.refused = f"{slot.name} shares its memory with another tensor of the model"
     elif len(nodes) > 1:
         for owner, owner_nodes in nodes.items():
             if not any(map(leaves_of, owner_nodes)):
-                slot.fixed = f"{slot.name} is {owner} too, which the example does not use{hint}"
+                slot.refused = f"{slot.name} is {owner} too, which the example does not use{hint}"
                 break
     return [slot]
 
 
-def _fix_parts_of(norms: Iterable[nn.Module], slots: Sequence[Slot]) -> None:
+def _forbid_parts_of(norms: Iterable[nn.Module], slots: Sequence[Slot]) -> None:
     """Note that a norm's tensors must not change: an opaque norm does not show how it uses them."""
     inside: set[nn.Module] = set()
     for norm in norms:
         inside |= set(norm.modules())
     for slot in slots:
         for owner in slot.owners:
-            if owner.module in inside and slot.fixed is None:
-                slot.fixed = f"{owner} is part of a norm"
+            if owner.module in inside and slot.refused is None:
+                slot.refused = f"{owner} is part of a norm"
 
 
 def _overlapping(model: nn.Module) -> set[Tensor]:
-    """Return the parameters that share memory with others: the graph does not show their uses."""
+    """Return the tensors that share memory with others: the graph does not show their uses."""
     tensors = dict.fromkeys((*model.parameters(), *model.buffers()))
     # A module may hold tensors as plain attributes too, or in plain containers.
     plain: list[Tensor] = []

@@ -7,7 +7,14 @@ from torch.fx import Node
 
 from dynorm.stream.channels import made_by
 from dynorm.stream.graph import argument, is_tensor, packet, rank_of, shape, slot_of, where
-from dynorm.stream.operators import CONVOLUTIONS, RefusedError, Write, require_new_bias, writes
+from dynorm.stream.operators import (
+    CONVOLUTIONS,
+    RefusedError,
+    Write,
+    refuse_for,
+    require_new_bias,
+    writes,
+)
 
 # Operators with a bias or a table, and the argument that holds it.
 _BIAS = {"aten.linear": 2, "aten.addmm": 0, "aten.embedding": 0, **dict.fromkeys(CONVOLUTIONS, 2)}
@@ -54,8 +61,7 @@ def _bias_of(op: Node, axis: int, add_bias: bool) -> Write:
         hint = "" if write is None else ": pass add_bias=True"
         raise RefusedError(f"fed by {where(op)}, which has no bias to take its centre{hint}")
     slot = write.slot
-    if slot.fixed is not None:
-        raise RefusedError(slot.fixed)
+    refuse_for(slot.refused)
     if slot.leaves != {write.leaf} or not slot.is_saved:
         raise RefusedError(f"{slot.name} is used elsewhere too")
     if write.is_new:

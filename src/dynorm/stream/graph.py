@@ -82,9 +82,9 @@ class Slot:
     tensor: Tensor
     owners: list[Owner]  # the modules that hold it: all of them, or the one
     nodes: list[Node]  # its placeholders in the graph
-    is_shared: bool = False  # other tensors lie in its memory
+    overlaps: bool = False  # other tensors lie in its memory
     hint: str = ""  # how the caller could allow more, as the end of a message
-    fixed: str | None = None  # why it must not change, whatever it is used for
+    refused: str | None = None  # why it must not change, whatever it is used for
 
     def __post_init__(self) -> None:
         """Find all uses of it, and let its placeholders know it."""

@@ -35,8 +35,14 @@ class RefusedError(Exception):
     """The reason why something cannot be edited, for a report."""
 
 
+def refuse_for(reason: str | None) -> None:
+    """Raise RefusedError if there is a reason."""
+    if reason is not None:
+        raise RefusedError(reason)
+
+
 @dataclass(frozen=True)
-class Read:
+class Reader:
     """One operator that reads all channels of a value linearly."""
 
     node: Node
@@ -47,7 +53,7 @@ class Read:
     groups: int = 1  # of a convolution; ``axis`` then holds the channels of one group
     bias: Slot | None = None
     bias_leaf: Leaf | None = None  # the use of the bias
-    no_shift: str | None = None  # why a constant in the value cannot become a bias
+    shift_refused: str | None = None  # why a constant in the value cannot become a bias
 
     def scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Return the weight that reads ``v`` as this one reads ``factor * v``."""
@@ -92,11 +98,11 @@ class _Product:
     bias: Any = None
     rank: int = 2  # of a single weight
     groups: int = 1
-    no_shift: str | None = None  # why a constant in the input cannot become a bias
+    shift_refused: str | None = None  # why a constant in the input cannot become a bias
     added: bool = False  # a sum after it may be its bias
 
 
-def read(node: Node, value: Node, axis: int) -> Read:
+def reader_of(node: Node, value: Node, axis: int) -> Reader:
     """Find how an operator reads the channels of a value along an axis.
 
     Raises:
@@ -118,11 +124,11 @@ def read(node: Node, value: Node, axis: int) -> Read:
         held_out = held_at(weight, product.out)
         if held_out is not None:
             out = held_out[1]
-    no_shift = product.no_shift
+    shift_refused = product.shift_refused
     is_matrix = out is not None and rank_of(weight) == product.rank
     is_part = slot_of(weight) is None and _is_stacked(slot, contracted, out)
     if is_part or not is_matrix:
-        no_shift = no_shift or (
+        shift_refused = shift_refused or (
             f"{where(node)} has several weights in one, or none for a bias to belong to"
         )
     bias = bias_leaf = None
@@ -130,9 +136,9 @@ def read(node: Node, value: Node, axis: int) -> Read:
         outputs = None if product.out is None else shape(weight)[product.out]
         bias, bias_leaf = _bias(node, product.bias, outputs, product.added)
     except RefusedError as refusal:
-        no_shift = no_shift or str(refusal)
+        shift_refused = shift_refused or str(refusal)
     leaf = Leaf(node, weight)
-    return Read(node, leaf, slot, contracted, out, product.groups, bias, bias_leaf, no_shift)
+    return Reader(node, leaf, slot, contracted, out, product.groups, bias, bias_leaf, shift_refused)
 
 
 def _computed(node: Node) -> RefusedError:
@@ -186,8 +192,8 @@ def _convolution(node: Node, rank: int, axis: int) -> _Product:
     if packet(node) in _TRANSPOSED:
         if groups != 1:
             raise RefusedError(f"read by {place}, a transposed convolution in groups")
-        no_shift = f"{place} is transposed: at its borders a constant does not stay one"
-        return _Product(weight, 0, 1, bias, rank, no_shift=no_shift)
+        shift_refused = f"{place} is transposed: at its borders a constant does not stay one"
+        return _Product(weight, 0, 1, bias, rank, shift_refused=shift_refused)
     if groups != 1 and slot_of(weight) is None:
         raise _computed(node)
     padding = argument(node, 4) or 0

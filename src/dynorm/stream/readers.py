@@ -7,14 +7,14 @@ from torch.fx import Node
 
 from dynorm.stream.channels import carried, factor_of
 from dynorm.stream.graph import Leaf, is_move, norm_index, rank_of, users, where, width
-from dynorm.stream.operators import Read, RefusedError, read
+from dynorm.stream.operators import Reader, RefusedError, reader_of
 
 
 @dataclass(eq=False)
 class Readers:
     """The linear operators that read all that a norm returns."""
 
-    reads: list[Read] = field(default_factory=list)
+    linear: list[Reader] = field(default_factory=list)
     refused: str | None = None  # why some reader is not one of these
     is_scaled: bool = False  # a factor for each token is between the norm and a reader
 
@@ -43,32 +43,33 @@ def readers_of(calls: Sequence[Node], dim: int) -> Readers:
                     continue
                 if is_move(user, value):
                     raise RefusedError(f"its channels are split or reordered by {where(user)}")
-                reader = read(user, value, axis)
+                reader = reader_of(user, value, axis)
                 if narrowest < min(widest, reader.weight.tensor.dtype.itemsize):
                     raise RefusedError(
                         f"rounded to fewer digits than the weight has before {where(user)} reads it"
                     )
-                if reader not in readers.reads:
-                    readers.reads.append(reader)
+                if reader not in readers.linear:
+                    readers.linear.append(reader)
     except RefusedError as refusal:
         readers.refused = str(refusal)
     return readers
 
 
-def shared_readers(reads: Iterable[Read], uses: Mapping[Leaf, Read]) -> str | None:
-    """Return why the weights of some reads cannot change, or None.
+def shared_readers(readers: Iterable[Reader], allowed: Mapping[Leaf, Reader]) -> str | None:
+    """Return why the weights of some readers cannot change, or None.
 
-    They must be saved, and have no use except ``uses``, which read along the same axis and groups.
+    They must be saved, and have only the ``allowed`` uses, which read along the same axis and
+    groups.
     """
-    for reader in reads:
+    for reader in readers:
         slot = reader.weight
         name = f"{slot.name}, which reads it,"
-        if slot.fixed is not None:
-            return slot.fixed
+        if slot.refused is not None:
+            return slot.refused
         if not slot.is_saved:
             return f"{name} is not a saved floating-point parameter"
         for leaf in slot.leaves:
-            use = uses.get(leaf)
+            use = allowed.get(leaf)
             if use is None or (use.axis, use.groups) != (reader.axis, reader.groups):
                 return f"{name} is also used by {leaf.place}{slot.hint}"
     return None

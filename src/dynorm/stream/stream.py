@@ -25,7 +25,7 @@ from dynorm.stream.graph import (
     where,
     width,
 )
-from dynorm.stream.operators import Read, RefusedError, Write, read, writes
+from dynorm.stream.operators import Reader, RefusedError, Write, reader_of, writes
 from dynorm.stream.readers import shared_readers
 
 _SUMS = ("aten.add", "aten.sub", "aten.rsub")
@@ -48,16 +48,16 @@ class Stream:
     writes: list[Write] = field(default_factory=list)
     norms_before: list[NormUse] = field(default_factory=list)  # these write into it (post-norm)
     norms_after: list[NormUse] = field(default_factory=list)  # these read it
-    reads: list[Read] = field(default_factory=list)  # linear operators that read it directly
+    readers: list[Reader] = field(default_factory=list)  # linear operators that read it directly
     read_by: str | None = None  # the first operator that is not a norm and reads it
     is_returned: bool = False  # the model returns it
     # Each is the reason why edits of the channels are not exact, as words of a message: a writer or
     # a reader is not linear, or the parameters of one are used elsewhere.
-    nonlinear_writer: str | None = None
-    two_axes: str | None = None
-    shared_writer: str | None = None
-    nonlinear_reader: str | None = None
-    shared_reader: str | None = None
+    writer_refused: str | None = None
+    axes_refused: str | None = None
+    shared_writer_refused: str | None = None
+    reader_refused: str | None = None
+    shared_reader_refused: str | None = None
 
 
 class StreamFinder:
@@ -87,10 +87,12 @@ class StreamFinder:
                 for user in users(value):
                     self._follow_on(stream, user, value, axis)
             elif stream.values[value] != axis:
-                stream.two_axes = f"{where(value)} has the channels on two axes"
-                _note_nonlinear_writer(stream, stream.two_axes)
-        stream.shared_writer = _shared_writers(stream)
-        stream.shared_reader = shared_readers(stream.reads, {r.leaf: r for r in stream.reads})
+                stream.axes_refused = f"{where(value)} has the channels on two axes"
+                _refuse_writer(stream, stream.axes_refused)
+        stream.shared_writer_refused = _shared_writers(stream)
+        stream.shared_reader_refused = shared_readers(
+            stream.readers, {r.leaf: r for r in stream.readers}
+        )
         return stream
 
     def _follow_back(self, stream: Stream, value: Node, axis: int) -> None:
@@ -116,24 +118,22 @@ class StreamFinder:
         if written:
             stream.writes += written
         elif op.op == "placeholder":
-            _note_nonlinear_writer(stream, f"written by {op.name}, which the model is given")
+            _refuse_writer(stream, f"written by {op.name}, which the model is given")
         elif norm_index(op) is not None:
             stream.norms_before.append(self._norm_use(op, value, axis))
         elif packet(op) not in _ZEROS:
-            _note_nonlinear_writer(stream, f"written by {where(op)}, which is not linear")
+            _refuse_writer(stream, f"written by {where(op)}, which is not linear")
 
     def _follow_parts(self, stream: Stream, value: Node, axis: int, parts: Any) -> None:
         """Follow a sum to its terms, or a concatenation of tokens to its parts."""
         place = where(value)
         for part in parts:
             if not is_tensor(part):
-                _note_nonlinear_writer(
-                    stream, f"written by {place}, which adds a number to all channels"
-                )
+                _refuse_writer(stream, f"written by {place}, which adds a number to all channels")
                 continue
             at = rank_of(part) - rank_of(value) + axis
             if at < 0 or shape(part)[at] != shape(value)[axis]:
-                _note_nonlinear_writer(
+                _refuse_writer(
                     stream, f"written by {place}, in parts or one number for all channels"
                 )
                 continue
@@ -165,22 +165,22 @@ class StreamFinder:
         return NormUse(index, self.dims[index] % rank_of(value) == axis)
 
 
-def _note_nonlinear_writer(stream: Stream, reason: str) -> None:
-    if stream.nonlinear_writer is None:
-        stream.nonlinear_writer = reason
+def _refuse_writer(stream: Stream, reason: str) -> None:
+    if stream.writer_refused is None:
+        stream.writer_refused = reason
 
 
 def _add_reader(stream: Stream, user: Node, value: Node, axis: int) -> None:
     if stream.read_by is None:
         stream.read_by = where(user)
     try:
-        reader = read(user, value, axis)
+        reader = reader_of(user, value, axis)
     except RefusedError as refusal:
-        if stream.nonlinear_reader is None:
-            stream.nonlinear_reader = str(refusal)
+        if stream.reader_refused is None:
+            stream.reader_refused = str(refusal)
         return
-    if reader not in stream.reads:
-        stream.reads.append(reader)
+    if reader not in stream.readers:
+        stream.readers.append(reader)
 
 
 def _shared_writers(stream: Stream) -> str | None:
@@ -193,8 +193,8 @@ def _shared_writers(stream: Stream) -> str | None:
         name = slot.name
         if narrowest < slot.tensor.dtype.itemsize:
             return f"{name} writes into it, and it is rounded to fewer digits than that has"
-        if slot.fixed is not None:
-            return f"{name} writes into it: {slot.fixed}"
+        if slot.refused is not None:
+            return f"{name} writes into it: {slot.refused}"
         if not slot.is_saved:
             return f"{name} writes into it, and is not saved with the model"
         gain = write.gain
@@ -208,7 +208,7 @@ def _shared_writers(stream: Stream) -> str | None:
                 how = "several times, not always scaled by the same gain"
                 return f"{name} writes into it {how}{slot.hint}"
         if gain is not None:
-            if gain.fixed is not None or len(gain.leaves) != 1 or not gain.leaves <= gain_uses:
+            if gain.refused is not None or len(gain.leaves) != 1 or not gain.leaves <= gain_uses:
                 return f"{gain.name} scales writes into it, and is used elsewhere too"
             if not gain.is_saved:
                 return f"{gain.name} scales writes into it, and is not saved with the model"

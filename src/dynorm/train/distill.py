@@ -220,12 +220,12 @@ def distill_(
     ranks = Ranks()
     # In inference mode nothing has a gradient.
     with torch.inference_mode(False), ranks.sharing_errors():
-        job = Distillation(model, teacher, loss or output_loss, bf16, ranks)
+        objective = Distillation(model, teacher, loss or output_loss, bf16, ranks)
         if folder is not None:
-            job.recipe = _recipe(job, lr)
+            objective.recipe = _recipe(objective, lr)
         if steps is None:
             assert minutes is not None
-            steps = _steps_in(minutes * 60, job, batches, accumulate)
+            steps = _steps_in(minutes * 60, objective, batches, accumulate)
             if steps < FEW:
                 _warn(
                     f"{minutes:g} minutes allow {steps} steps of distillation, which can hardly "
@@ -239,14 +239,14 @@ def distill_(
         first = first[: min(ranks.exchange(len(first)))]
         # An annealed model is still its teacher: it has no error that a step could make smaller.
         annealed = any(isinstance(module, AnnealedNorm) for module in model.modules())
-        loss_before = None if annealed else job.measure(first)
+        loss_before = None if annealed else objective.measure(first)
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if lr is None:
         lr = distillation_rate(model)
         if not annealed:
             try:
                 with torch.inference_mode(False), ranks.sharing_errors():
-                    lr = job.rate(lr, first, weights)
+                    lr = objective.rate(lr, first, weights)
             finally:
                 model.load_state_dict(weights)
     with (
@@ -255,7 +255,7 @@ def distill_(
         progress_bar(quiet or ranks.rank > 0) as progress,
     ):
         arguments = training_arguments(
-            job,
+            objective,
             folder or scratch,
             steps,
             seed,
@@ -263,12 +263,18 @@ def distill_(
             save=folder is not None,
             report_to=report_to,
         )
-        clock = None if minutes is None else _clock(started + 60 * minutes)
+        elapsed_share = None if minutes is None else _elapsed_share(started + 60 * minutes)
         stop = Interrupt(ranks)
         if keep_on_interrupt:
             callbacks = [*callbacks, stop]
         trainer = DistillationTrainer(
-            job, cycled(batches, steps * accumulate), arguments, lr, callbacks, progress, clock
+            objective,
+            cycled(batches, steps * accumulate),
+            arguments,
+            lr,
+            callbacks,
+            progress,
+            elapsed_share,
         )
         try:
             with stop.listening(keep_on_interrupt):
@@ -288,7 +294,7 @@ def distill_(
     kept = True
     if loss_before is not None:
         with ranks.sharing_errors():
-            loss_after = job.measure(first)
+            loss_after = objective.measure(first)
         # A loss of NaN is worse, too.
         kept = loss_after <= loss_before
     if not kept:
@@ -408,7 +414,9 @@ def _check(
     check_count("accumulate", accumulate)
 
 
-def _steps_in(seconds: float, job: Distillation, batches: Iterable[Batch], accumulate: int) -> int:
+def _steps_in(
+    seconds: float, objective: Distillation, batches: Iterable[Batch], accumulate: int
+) -> int:
     """Return how many steps fit into the time: a few batches are timed, without any step."""
     source = iterate(batches)
     candidates = list(islice(source, _TIMED))
@@ -423,37 +431,39 @@ def _steps_in(seconds: float, job: Distillation, batches: Iterable[Batch], accum
     timed = [candidates[(2 * i + 1) * len(candidates) // (2 * _TIMED)] for i in order]
     begun = time.perf_counter()
     # The first run is not counted: it allocates memory and chooses kernels.
-    job(timed[0]).backward()
+    objective(timed[0]).backward()
     warm = time.perf_counter()
     count = 0
     for batch in timed:
-        job(batch).backward()
+        objective(batch).backward()
         now = time.perf_counter()
         count += 1
         is_over = now - begun > _TIMING_SHARE * seconds
         # All ranks stop together: a sharded model runs only where all ranks run it.
-        if any(job.ranks.exchange(is_over)):
+        if any(objective.ranks.exchange(is_over)):
             break
-    job.model.zero_grad(set_to_none=True)
+    objective.model.zero_grad(set_to_none=True)
     step = accumulate * (now - warm) / count
     seconds_left = seconds - (now - begun)
     steps = max(1, int(seconds_left / (_OVERHEAD * step)))
-    return min(job.ranks.exchange(steps))
+    return min(objective.ranks.exchange(steps))
 
 
-def _clock(end: float) -> Callable[[], float]:
+def _elapsed_share(end: float) -> Callable[[], float]:
     """Return a function that gives the share of the time from now to ``end`` that is over."""
     begun = time.perf_counter()
     seconds = max(end - begun, 1e-9)
     return lambda: (time.perf_counter() - begun) / seconds
 
 
-def _recipe(job: Distillation, lr: float | None) -> dict[str, object]:
+def _recipe(objective: Distillation, lr: float | None) -> dict[str, object]:
     """Return the layers, the rate that was asked for, and the sum of the teacher's |weights|."""
     # Notice a failed rank before the sums.
-    job.ranks.exchange(BATCH)
-    sizes = [float(gathered(p.abs().sum(dtype=torch.float64))) for p in job.teacher.parameters()]
+    objective.ranks.exchange(BATCH)
+    sizes = [
+        float(gathered(p.abs().sum(dtype=torch.float64))) for p in objective.teacher.parameters()
+    ]
     layers = {}
-    for path, layer in require_layers(job.model).items():
+    for path, layer in require_layers(objective.model).items():
         layers[path] = f"{type(layer).__name__} {layer.config()}"
     return {"layers": str(layers), "rate": lr, "teacher": f"{sum(sizes):.6g}"}

@@ -46,26 +46,29 @@ _WARM_UP = 10
 _TIMED = 20
 
 
-class Course(TrainerCallback):  # type: ignore[misc]
+class TimedProgress(TrainerCallback):  # type: ignore[misc]
     """Show the progress of a distillation, and stop it when its time is over.
 
-    ``clock`` returns the share of the time that is over on this rank.
+    ``elapsed_share`` returns the share of the time that is over on this rank.
     """
 
     def __init__(
-        self, trainer: "DistillationTrainer", progress: Progress, clock: Callable[[], float] | None
+        self,
+        trainer: "DistillationTrainer",
+        progress: Progress,
+        elapsed_share: Callable[[], float] | None,
     ) -> None:
-        self.time_used = 0.0
+        self.mean_share = 0.0  # that of all ranks
         self._trainer = trainer
         self._progress = progress
-        self._clock = clock
+        self._elapsed_share = elapsed_share
 
     def on_train_begin(
         self, args: object, state: TrainerState, *_: object, **kwargs: object
     ) -> None:
         """Begin the bar."""
         # The callbacks after this one see the model that is trained, without its teacher.
-        self._trainer.callback_handler.model = self._trainer.job.model
+        self._trainer.callback_handler.model = self._trainer.objective.model
         self._task = self._progress.add_task("distilling", total=state.max_steps)
 
     def on_step_end(
@@ -74,9 +77,9 @@ class Course(TrainerCallback):  # type: ignore[misc]
         """Move the bar, and look at the time."""
         description = f"distilling, loss {float(self._trainer.last_loss):.3f}"
         self._progress.update(self._task, completed=state.global_step, description=description)
-        if self._clock is not None:
-            self.time_used = fmean(self._trainer.job.ranks.exchange(self._clock()))
-            if self.time_used > 1:
+        if self._elapsed_share is not None:
+            self.mean_share = fmean(self._trainer.objective.ranks.exchange(self._elapsed_share()))
+            if self.mean_share > 1:
                 control.should_training_stop = True
 
     def on_train_end(
@@ -182,12 +185,12 @@ def in_words(seconds: float) -> str:
 class BatchStream(IterableDataset[dict[str, Batch]]):
     """The batches of a distillation, each under the name of the argument of the objective."""
 
-    def __init__(self, job: Distillation, batches: Iterator[Batch]) -> None:
-        self._job = job
+    def __init__(self, objective: Distillation, batches: Iterator[Batch]) -> None:
+        self._objective = objective
         self._batches = batches
 
     def __iter__(self) -> Iterator[dict[str, Batch]]:
-        with self._job.together():
+        with self._objective.together():
             for batch in self._batches:
                 yield {"batch": batch}
 
@@ -197,29 +200,29 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
 
     def __init__(
         self,
-        job: Distillation,
+        objective: Distillation,
         batches: Iterator[Batch],
         arguments: TrainingArguments,
         lr: float,
         callbacks: Sequence[object],
         progress: Progress,
-        clock: Callable[[], float] | None,
+        elapsed_share: Callable[[], float] | None,
     ) -> None:
-        self.job = job
+        self.objective = objective
         self.samples = 0
         self.last_loss = torch.zeros((), dtype=torch.float32, device="cpu")
-        course = Course(self, progress, clock)
+        timed = TimedProgress(self, progress, elapsed_share)
         # The Trainer keeps both in a wrapper of accelerate; the checkpoints need them unwrapped.
-        self._adam = adam(job.model, lr)
+        self._adam = adam(objective.model, lr)
         self._schedule = LambdaLR(
-            self._adam, lambda step: rate_factor(step, arguments.max_steps, course.time_used)
+            self._adam, lambda step: rate_factor(step, arguments.max_steps, timed.mean_share)
         )
         super().__init__(
-            job,
+            objective,
             arguments,
-            train_dataset=BatchStream(job, batches),
+            train_dataset=BatchStream(objective, batches),
             optimizers=(self._adam, self._schedule),
-            callbacks=[course, *callbacks],
+            callbacks=[timed, *callbacks],
         )
         # Without its bar the Trainer prints its log instead, in the middle of ours.
         self.remove_callback(PrinterCallback)
@@ -255,9 +258,10 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         """Return the loss of a batch in eval mode."""
         # The Trainer turns dropout on; here it would only be noise between teacher and student.
         model.eval()
-        with self.job.together():
+        with self.objective.together():
             loss: Tensor = model(inputs["batch"])
-        self.job.ranks.exchange(BATCH)
+        # Notice a failed rank before the gradients are summed.
+        self.objective.ranks.exchange(BATCH)
         self.samples += largest_tensor(inputs["batch"]).shape[0]
         self.last_loss = loss.detach()
         return loss
@@ -265,9 +269,8 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model with the state of its optimizer and schedule, on all ranks together."""
         state = self._state()
-        with warnings.catch_warnings():
-            # It warns that a single process does not save in parallel.
-            warnings.simplefilter("ignore")
+        # It warns that a single process does not save in parallel.
+        with warnings.catch_warnings(action="ignore"):
             save(state, checkpoint_id=output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -279,15 +282,16 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         """Load all that was saved; the number of ranks may be another."""
         try:
             state = self._state()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 load(state, checkpoint_id=resume_from_checkpoint)
             saved = state["recipe"]
-            differing = [name for name, value in self.job.recipe.items() if saved[name] != value]
+            differing = [
+                name for name, value in self.objective.recipe.items() if saved[name] != value
+            ]
             if differing:
                 raise ValueError(f"it differs in {' and '.join(differing)}")
             set_state_dict(
-                self.job.model,
+                self.objective.model,
                 self._adam,
                 model_state_dict=state["model"],
                 optim_state_dict=state["optimizer"],
@@ -302,12 +306,12 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
 
     def _state(self) -> dict[str, Any]:
         """Return all that is saved; loading writes into its tensors and its dicts."""
-        weights, moments = get_state_dict(self.job.model, self._adam)
+        weights, moments = get_state_dict(self.objective.model, self._adam)
         return {
             "model": weights,
             "optimizer": moments,
             "schedule": self._schedule.state_dict(),
-            "recipe": dict(self.job.recipe),
+            "recipe": dict(self.objective.recipe),
         }
 
 
@@ -327,10 +331,10 @@ def adam(model: nn.Module, lr: float) -> torch.optim.AdamW:
     return optimizer
 
 
-def rate_factor(step: int, steps: int, time_used: float = 0.0) -> float:
+def rate_factor(step: int, steps: int, elapsed_share: float = 0.0) -> float:
     """Return the learning rate of a step over the highest one: a warm-up, then a cosine to 0.
 
-    ``time_used`` is the share of the time that is over. If it is ahead of the steps, because the
+    ``elapsed_share`` is the share of the time that is over. If it is ahead of the steps, because the
     machine is slower than when they were planned, the cosine follows it: a run that is cut off at a
     high rate can be worse than none.
     """
@@ -338,12 +342,12 @@ def rate_factor(step: int, steps: int, time_used: float = 0.0) -> float:
     if step < warm_up:
         # At a rate of 0 the first step would be wasted.
         return max(step, 1) / warm_up
-    progress = max((step - warm_up) / max(1, steps - warm_up), time_used)
+    progress = max((step - warm_up) / max(1, steps - warm_up), elapsed_share)
     return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def training_arguments(
-    job: Distillation,
+    objective: Distillation,
     folder: str | Path,
     steps: int,
     seed: int,
@@ -367,13 +371,13 @@ def training_arguments(
         # The buffers are alike on all ranks, because nothing is in training mode.
         ddp_broadcast_buffers=False,
         seed=int(seed),
-        use_cpu=next(job.model.parameters()).device.type == "cpu",
+        use_cpu=next(objective.model.parameters()).device.type == "cpu",
     )
     # One process uses one GPU. The Trainer would copy the model to all of them, without its hooks.
     arguments._n_gpu = min(arguments.n_gpu, 1)
-    if arguments.world_size != job.ranks.size:
+    if arguments.world_size != objective.ranks.size:
         raise ModelError(
-            f"the environment must name the {job.ranks.size} processes of the group, but names "
+            f"the environment must name the {objective.ranks.size} processes of the group, but names "
             f"{arguments.world_size}: start them with torchrun or accelerate launch, and call "
             "torch.distributed.init_process_group first"
         )
