@@ -122,12 +122,18 @@ class Gram:
 
     def error(self, channels: Tensor, solution: Tensor) -> float:
         """Return the mean squared relative error of a solution for channels (m), at least the rounding error."""
+        return float(self.errors(channels[None], solution[None])[0])
+
+    def errors(self, channels: Tensor, solutions: Tensor) -> Tensor:
+        """Return the error of each row of solutions, (rows, m + 1), for its channels, (rows, m)."""
         columns = self.columns(channels)
-        quadratic = solution @ self.products[columns[:, None], columns] @ solution
-        error = quadratic - 2 * solution @ self.targets[columns] + self.weight
+        products = self.products[columns[:, :, None], columns[:, None, :]]
+        quadratic = (solutions[:, None, :] @ products @ solutions[:, :, None])[:, 0, 0]
+        linear = (solutions * self.targets[columns]).sum(1)
+        errors = quadratic - 2 * linear + self.weight
         # With tokens of one size only rounding remains, and one processor would find a witness in
         # it where another does not.
-        return float((error / self.weight.clamp_min(_TINY)).clamp_min(DEAD))
+        return (errors / self.weight.clamp_min(_TINY)).clamp_min(DEAD)
 
     def error_on(self, held_out: "Gram", channels: Tensor) -> float:
         """Return the error on other tokens with the gains and the constant that fit these best."""
@@ -137,13 +143,12 @@ class Gram:
         """Yield sets of 1, 2, ... channels: each time the one is added that lessens the error most."""
         channels = torch.arange(0, device="cpu")
         while len(channels) < limit:
-            rest = [k for k in range(self.candidates) if k not in channels]
-            added = torch.tensor(rest, device="cpu")[:, None]
-            tried = torch.cat([channels.expand(len(rest), -1), added], 1)
+            is_left = torch.ones(self.candidates, dtype=torch.bool, device="cpu")
+            is_left[channels] = False
+            added = is_left.nonzero()
+            tried = torch.cat([channels.expand(len(added), -1), added], 1)
             solutions = self.solve(tried)
-            errors = []
-            for row, solution in zip(tried, solutions, strict=True):
-                errors.append(self.error(row, solution))
+            errors = self.errors(tried, solutions).tolist()
             best = errors.index(min(errors))
             channels = tried[best]
             yield ChannelSet(channels, solutions[best])
