@@ -105,7 +105,9 @@ def test_distillation_lessens_the_loss(
         encoder, tmp_path / "distilled", recipe, texts=[texts], quiet=True
     )
     assert 40 <= distilled.meta["stages"]["distill"]["steps"] <= 60
-    now, before = ([site.error_now for site in report.sites] for report in (distilled, quick.report))
+    now, before = (
+        [site.error_now for site in report.sites] for report in (distilled, quick.report)
+    )
     assert sum(now) < 0.95 * sum(before)
 
 
