@@ -299,3 +299,12 @@ def test_witnesses_that_cannot_be(wrong: object) -> None:
 def test_gains_that_cannot_be(gains: tuple[float, ...]) -> None:
     with pytest.raises(ArgumentError, match="gain"):
         dynorm.DyISRU(CHANNELS).set_witnesses_(WITNESSES, gains)
+
+
+def test_no_channel_is_added_twice() -> None:
+    # Two channels are dead, so adding the first one again would be as good.
+    columns = torch.rand(50, 5, dtype=torch.float64)
+    columns[:, 1:3] = 0.0
+    columns[:, -1] = 1.0
+    *_, largest = Gram.of(columns.T @ columns).growing_sets(3)
+    assert sorted(largest.channels.tolist()) == [0, 1, 2]
