@@ -61,8 +61,8 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForSequenceClassification.from_pretrained(FOLDER, num_labels=2).eval()
-    about_logs = first_lines(logging)[:32]
-    about_others = first_lines(statistics, argparse)[:32]
+    about_logs = first_lines(logging)[:16]
+    about_others = first_lines(statistics, argparse)[:16]
     batch = tokenizer(
         about_logs + about_others,
         padding=True,

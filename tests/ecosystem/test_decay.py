@@ -165,7 +165,8 @@ def test_the_norm_that_a_fold_leaves_is_not_decayed() -> None:
 
 
 ORDERS = """
-import os, sys
+# These parts of torch take half of the time to import transformers.
+import os, sys, torch._dynamo, torch.distributed.tensor
 for first in {orders}:
     child = os.fork()
     if not child:

@@ -11,6 +11,7 @@ from pathlib import Path
 from dynorm.hub import save
 from tests.hub.folders import fresh
 from tests.hub.models import bert
+from tests.snippet_cases import snippets
 
 FIRST_LINES = {
     "transformers first": "import transformers; import dynorm.hub",
@@ -31,7 +32,8 @@ FIRST_LINES = {
     ),
 }
 ORDERS = """
-import json, os, sys, torch
+# These parts of torch take half of the time to import transformers.
+import json, os, sys, torch._dynamo, torch.distributed.tensor
 for name, first_lines in json.loads(sys.argv[1]).items():
     child = os.fork()
     if not child:
@@ -84,12 +86,6 @@ except OSError as error:
     assert "StorageError transformers 5 must be installed" in fresh(script, tmp_path / "m").stdout
 
 
-# What docs/howto/programs.md gives for a program that builds the model itself.
-SITECUSTOMIZE = """
-from wrapt import register_post_import_hook
-
-register_post_import_hook(lambda module: __import__("dynorm"), "transformers.modeling_utils")
-"""
 PROGRAM = """
 import multiprocessing
 import sys
@@ -102,12 +98,28 @@ def load(folder):
 
 def main():
     load(sys.argv[1])
-    child = multiprocessing.get_context("spawn").Process(target=load, args=sys.argv[1:2])
-    child.start()
-    child.join()
+    if "child" in sys.argv:
+        child = multiprocessing.get_context("spawn").Process(target=load, args=sys.argv[1:2])
+        child.start()
+        child.join()
 
 if __name__ == "__main__":
     main()
+"""
+
+
+WAYS = """
+# These parts of torch take half of the time to import transformers.
+import os, runpy, sys, torch._dynamo, torch.distributed.tensor
+for number, lines in enumerate(sys.argv[2:]):
+    print(number, end=":", flush=True)
+    child = os.fork()
+    if not child:
+        exec(lines)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(flush=True)
+    assert "transformers" not in sys.modules
 """
 
 
@@ -127,17 +139,20 @@ def test_programs_that_build_the_model_themselves(tmp_path: Path) -> None:
     save(bert(), tmp_path / "m")
     (tmp_path / "program.py").write_text(PROGRAM)
     model = str(tmp_path / "m")
-    refused = ran(tmp_path, "-m", "program", model)
-    assert "import dynorm before you load this model" in refused.stderr
-    # By name, as a module or by its function.
-    for words in (
-        "import dynorm, runpy; runpy.run_module('program', run_name='__main__', alter_sys=True)",
+    # Without dynorm; with it as a module, by its name; and with it by its function.
+    ways = (
+        "runpy.run_module('program', run_name='__main__', alter_sys=True)",
+        "import dynorm; runpy.run_module('program', run_name='__main__', alter_sys=True)",
         "import dynorm; from program import main; main()",
-    ):
-        assert ran(tmp_path, "-c", words, model).stdout.splitlines()[:1] == ["DyISRU"]
+    )
+    run = ran(tmp_path, "-c", WAYS, model, *ways)
+    assert "import dynorm before you load this model" in run.stderr
+    assert run.stdout.splitlines() == ["0:", "1:DyISRU", "2:DyISRU"]
     # In every process of Python, the program's children too, and only if it uses transformers.
-    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    assert ran(tmp_path, "-m", "program", model).stdout.splitlines() == ["DyISRU"] * 2
+    site = snippets("docs/howto/programs.md")[0]
+    assert site.startswith("# sitecustomize.py\n")
+    (tmp_path / "sitecustomize.py").write_text(site, "utf-8")
+    assert ran(tmp_path, "-m", "program", model, "child").stdout.splitlines() == ["DyISRU"] * 2
     idle = ran(tmp_path, "-c", "import sys; print('torch' in sys.modules)")
     assert idle.stdout.split() == ["False"]
 

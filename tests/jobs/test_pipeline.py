@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,36 +24,54 @@ from dynorm.jobs.convert import convert_pretrained
 from dynorm.layers import AnnealedNorm
 from dynorm.recipe import Recipe
 from dynorm.replace.converted import dynorm_layers
+from dynorm.report import ModelReport
 from dynorm.train.callbacks import AnnealCallback
 from dynorm.train.distill import distill_, distillation_rate
 
 QUICK = Recipe(refine=4, held_out=16, max_length=16)
 
 
-def test_writes_a_loadable_model_and_its_report(encoder: Path, texts: Path, tmp_path: Path) -> None:
-    report = convert_pretrained(encoder, tmp_path / "out", QUICK, texts=[texts])
-    written = json.loads((tmp_path / "out" / "report.json").read_text())
+@dataclass(frozen=True)
+class Converted:
+    """A conversion by the quick recipe, for tests that only read it."""
+
+    folder: Path
+    report: ModelReport
+
+    @property
+    def without_meta(self) -> dict[str, object]:
+        """The report without times."""
+        return replace(self.report, meta={}).to_dict()
+
+
+@pytest.fixture(scope="module")
+def quick(encoder: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    folder = tmp_path_factory.mktemp("quick")
+    return Converted(folder, convert_pretrained(encoder, folder / "out", QUICK, texts=[texts]))
+
+
+def test_writes_a_loadable_model_and_its_report(quick: Converted) -> None:
+    report = quick.report
+    out = quick.folder / "out"
+    written = json.loads((out / "report.json").read_text())
     assert written == json.loads(json.dumps(report.to_dict()))
     assert len(written["sites"]) == 5
     assert written["output"]["samples"] == 16
     assert written["meta"]["stages"]["refine"]["steps"] == 4
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = (out / "report.html").read_text()
     assert all(site["path"] in page for site in written["sites"])
-    again = load_pretrained(tmp_path / "out" / "model")
+    again = load_pretrained(out / "model")
     assert len(dynorm_layers(again.model)) == 5
     batch = again.tokenizer(["return the string"], return_tensors="pt")
     assert again.model(**batch).last_hidden_state.isfinite().all()
 
 
 def test_the_report_is_the_same_for_the_same_seed(
-    encoder: Path, texts: Path, tmp_path: Path
+    quick: Converted, encoder: Path, texts: Path, tmp_path: Path
 ) -> None:
-    first, second = (
-        convert_pretrained(encoder, tmp_path / name, QUICK, texts=[texts]) for name in "ab"
-    )
-    for report in (first, second):
-        report.meta.clear()
-    assert first.to_dict() == second.to_dict()
+    first = quick.report
+    second = convert_pretrained(encoder, tmp_path / "b", QUICK, texts=[texts])
+    assert quick.without_meta == Converted(tmp_path, second).without_meta
     other = convert_pretrained(
         encoder, tmp_path / "c", Recipe(**{**vars(QUICK), "seed": 1}), texts=[texts]
     )
@@ -70,6 +89,7 @@ def test_the_report_is_the_same_for_the_same_seed(
 
 @pytest.mark.parametrize("stop", [{"steps": 60}, {"minutes": 1.0}])
 def test_distillation_lessens_the_loss(
+    quick: Converted,
     encoder: Path,
     texts: Path,
     tmp_path: Path,
@@ -80,13 +100,14 @@ def test_distillation_lessens_the_loss(
     # fewer steps in.
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)
     monkeypatch.setattr("dynorm.train.distill.time", clock)
-    plain = convert_pretrained(encoder, tmp_path / "plain", QUICK, texts=[texts])
     recipe = Recipe(**{**vars(QUICK), "lr": 3e-3, **stop})
     distilled = convert_pretrained(
         encoder, tmp_path / "distilled", recipe, texts=[texts], quiet=True
     )
     assert 40 <= distilled.meta["stages"]["distill"]["steps"] <= 60
-    now, before = ([site.error_now for site in report.sites] for report in (distilled, plain))
+    now, before = (
+        [site.error_now for site in report.sites] for report in (distilled, quick.report)
+    )
     assert sum(now) < 0.95 * sum(before)
 
 

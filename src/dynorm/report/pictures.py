@@ -16,6 +16,7 @@ from dynorm.report.stats import FUNCTIONS, PICTURE_KNEE, CoreFit, Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Matplotlib only knows fixed colours. These are replaced in the SVG by variables of the page, whose
 # values differ by day and night.
@@ -23,6 +24,14 @@ _USES = (*FAMILY, "soft", "edge", "point", "bar", "outlier")
 _OF_THE_PAGE = {use: f"#0101{place:02x}" for place, use in enumerate(_USES, start=1)}
 _DASHED = (0, (4, 3))
 _STYLES = {"linear": (0, (1, 1.5)), "dyt": (0, (4, 2)), "dyisru": "solid"}
+# In inches. The margins have room for the widest labels, such as 500,000 on the left, so the pictures
+# of a page are aligned. Matplotlib's layouts would measure all labels, as long as the drawing takes.
+_WIDTH = 4.4
+_HEIGHT = 3.1
+_LEFT = 0.85
+_RIGHT = 0.2
+_BELOW = 0.5
+_ABOVE = 0.1
 Points = tuple[list[float], list[float]]
 
 
@@ -50,10 +59,10 @@ def svg_picture(
         {"svg.fonttype": "none", "svg.hashsalt": name, "path.simplify": False}
     ):
         count = 1 if sums is None else 2
-        figure = Figure(figsize=(4.4, 3.1 * count), layout="constrained")
-        draw(figure.add_subplot(count, 1, 1), fit, sample, outliers, _OF_THE_PAGE)
+        figure = Figure(figsize=(_WIDTH, _HEIGHT * count))
+        draw(_axes(figure, 0, count), fit, sample, outliers, _OF_THE_PAGE)
         if sums is not None:
-            draw_sums(figure.add_subplot(count, 1, 2), *sums, _OF_THE_PAGE)
+            draw_sums(_axes(figure, 1, count), *sums, _OF_THE_PAGE)
         figure.savefig(buffer, format="svg", transparent=True)
     svg = buffer.getvalue()
     # As an element of a page: no headers, short numbers, the page's colours and font.
@@ -63,6 +72,14 @@ def svg_picture(
     for use, color in _OF_THE_PAGE.items():
         svg = svg.replace(color, f"var(--{use})")
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(words)}"', 1)
+
+
+def _axes(figure: "Figure", place: int, count: int) -> "Axes":
+    """Return new axes at a place from the top of a figure that has room for so many."""
+    width = (_WIDTH - _LEFT - _RIGHT) / _WIDTH
+    height = (_HEIGHT - _BELOW - _ABOVE) / _HEIGHT
+    bottom = count - 1 - place + _BELOW / _HEIGHT
+    return figure.add_axes((_LEFT / _WIDTH, bottom / count, width, height / count))
 
 
 def svg_curve(losses: Sequence[Sequence[float]]) -> str:
