@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -167,11 +168,22 @@ def test_symbolic_trace_of_the_layer_itself_is_refused() -> None:
         dynorm.DyISRU(4)("x")
 
 
+class SideBySide(nn.Module):
+    """Layers, each of an input of its own, so that g++ is called once for all of them and both passes."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        return [layer(x) for layer, x in zip(self.layers, inputs, strict=True)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [*LAYERS, dynorm.LinearControl])
-def test_many_witnesses_compile_with_their_gradients(layer: type[dynorm.DyISRU]) -> None:
-    torch.manual_seed(0)
-    module = layer(48, witnesses=tuple(range(5, 25)), center=True)
+def test_many_witnesses_compile_with_their_gradients() -> None:
+    kinds = [*LAYERS, dynorm.LinearControl]
+    layers = [cls(48, witnesses=tuple(range(5, 25)), center=True) for cls in kinds]
+    module = SideBySide(layers)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.uniform_(0.2, 1.5)
@@ -179,11 +191,24 @@ def test_many_witnesses_compile_with_their_gradients(layer: type[dynorm.DyISRU])
         compiled = torch.compile(module, fullgraph=True)
         # Several times: memory that is written beyond its end shows late.
         for _ in range(4):
-            x = torch.randn(64, 48) * torch.randn(64, 1).exp()
-            results = []
-            for function in (compiled, module):
-                tokens = x.clone().requires_grad_()
-                y = function(tokens)
-                inputs_ = [tokens, *module.parameters()]
-                results.append([y, *torch.autograd.grad(y.sin().sum(), inputs_)])
-            assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+            given = [torch.randn(64, 48) * torch.randn(64, 1).exp() for _ in kinds]
+            expected = outputs_and_gradients(module, layers, given)
+            found = outputs_and_gradients(compiled, layers, given)
+            for kind, got, want in zip(kinds, found, expected, strict=True):
+                assert_close(
+                    got, want, rtol=1e-4, atol=1e-4, msg=lambda text, kind=kind: f"{kind}: {text}"
+                )
+
+
+def outputs_and_gradients(
+    function: Any, layers: list[dynorm.layers.PointwiseNorm], given: list[Tensor]
+) -> list[list[Tensor]]:
+    """Return each layer's output, and its gradients by its input and its parameters."""
+    tokens = [x.clone().requires_grad_() for x in given]
+    outputs = function(tokens)
+    leaves = [[x, *layer.parameters()] for layer, x in zip(layers, tokens, strict=True)]
+    losses = [y.sin().sum() for y in outputs]
+    gradients = iter(torch.autograd.grad(losses, [leaf for row in leaves for leaf in row]))
+    return [
+        [y, *itertools.islice(gradients, len(row))] for y, row in zip(outputs, leaves, strict=True)
+    ]
