@@ -16,8 +16,6 @@ AMPERE, HOPPER = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)
 DYISRU, DYT, DERF, LINEAR = range(4)
 # A size that 16 divides, and one of which nothing is known: they are compiled apart.
 EVEN, ANY = ("i32", 16), ("i32", 1)
-# Four elements per thread: LLVM and ptxas take four times as long for the sixteen of a real call.
-SMALL_TILE = {"BLOCK_ROWS": 2, "BLOCK_COLUMNS": 256}
 
 
 def compiled(
@@ -132,7 +130,8 @@ def test_backward_compiles_with_64_bit_offsets_and_no_atomics(
         all_steps=ANY,
         scale=("fp64", 1),
         CHANNELS_LAST=last,
-        **SMALL_TILE,
+        BLOCK_ROWS=8,
+        BLOCK_COLUMNS=256,
     )
     if dtype in ("bf16", "fp16"):
         assert offsets_of(kernel, dtype.replace("fp", "f")) == {"i64"}
@@ -178,7 +177,8 @@ def test_sums_of_rows_compile_with_64_bit_offsets_and_no_atomics(
         **pointers("fp64" if dtype == "fp64" else "fp32", term_gain=True, sums=True),
         **dict.fromkeys(("rows", "channels"), EVEN),
         scale=("fp64", 1),
-        **SMALL_TILE,
+        BLOCK_ROWS=4,
+        BLOCK_COLUMNS=512,
     )
     if dtype == "bf16":
         assert offsets_of(kernel, "bf16") == {"i64"}
