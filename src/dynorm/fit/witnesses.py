@@ -114,20 +114,29 @@ class Gram:
         targets[-1] = 0.0
         return Gram(products, targets, self.weight)
 
+    def parts(self, channels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the products and targets of each row of channels, (rows, m), and the constant.
+
+        They are (rows, m + 1, m + 1) and (rows, m + 1).
+        """
+        columns = self.columns(channels)
+        return self.products[columns[:, :, None], columns[:, None, :]], self.targets[columns]
+
     def solve(self, channels: Tensor) -> Tensor:
         """Return the gains and the constant of each row of channels, (rows, m), none negative: (rows, m + 1)."""
-        columns = self.columns(channels)
-        products = self.products[columns[:, :, None], columns[:, None, :]]
-        return nonnegative_least_squares(products, self.targets[columns])
+        return nonnegative_least_squares(*self.parts(channels))
 
-    def error(self, channels: Tensor, solution: Tensor) -> float:
-        """Return the mean squared relative error of a solution for channels (m), at least the rounding error."""
-        columns = self.columns(channels)
-        quadratic = solution @ self.products[columns[:, None], columns] @ solution
-        error = quadratic - 2 * solution @ self.targets[columns] + self.weight
+    def errors(self, products: Tensor, targets: Tensor, solutions: Tensor) -> Tensor:
+        """Return the mean squared relative error of each solution, (rows), at least the rounding error."""
+        estimated = (products @ solutions[:, :, None])[:, :, 0]
+        error = (solutions * (estimated - 2 * targets)).sum(1) + self.weight
         # With tokens of one size only rounding remains, and one processor would find a witness in
         # it where another does not.
-        return float((error / self.weight.clamp_min(_TINY)).clamp_min(DEAD))
+        return (error / self.weight.clamp_min(_TINY)).clamp_min(DEAD)
+
+    def error(self, channels: Tensor, solution: Tensor) -> float:
+        """Return the error of a solution for channels (m)."""
+        return float(self.errors(*self.parts(channels[None]), solution[None])[0])
 
     def error_on(self, held_out: "Gram", channels: Tensor) -> float:
         """Return the error on other tokens with the gains and the constant that fit these best."""
@@ -136,16 +145,15 @@ class Gram:
     def growing_sets(self, limit: int) -> "Iterator[ChannelSet]":
         """Yield sets of 1, 2, ... channels: each time the one is added that lessens the error most."""
         channels = torch.arange(0, device="cpu")
+        is_left = torch.ones(self.candidates, dtype=torch.bool, device="cpu")
         while len(channels) < limit:
-            rest = [k for k in range(self.candidates) if k not in channels]
-            added = torch.tensor(rest, device="cpu")[:, None]
-            tried = torch.cat([channels.expand(len(rest), -1), added], 1)
-            solutions = self.solve(tried)
-            errors = []
-            for row, solution in zip(tried, solutions, strict=True):
-                errors.append(self.error(row, solution))
-            best = errors.index(min(errors))
+            added = is_left.nonzero()
+            tried = torch.cat([channels.expand(len(added), -1), added], 1)
+            products, targets = self.parts(tried)
+            solutions = nonnegative_least_squares(products, targets)
+            best = int(self.errors(products, targets, solutions).argmin())
             channels = tried[best]
+            is_left[channels[-1]] = False
             yield ChannelSet(channels, solutions[best])
 
 
@@ -447,8 +455,6 @@ def _grown(
     last_robust_error = robust_fitted.error_on(robust_held_out, chosen)
     errors = []
     is_worth_it = True
-    # After the first channel that is not worth it, the loop goes on only for the errors in the
-    # report.
     for tried in robust_fitted.growing_sets(min(max(limit, _REPORTED), fitted.candidates)):
         errors.append(fitted.error_on(held_out, tried.channels))
         robust_error = robust_held_out.error(tried.channels, tried.solution)
@@ -458,4 +464,8 @@ def _grown(
             is_worth_it = False
         if is_worth_it:
             chosen = tried.channels
+        elif len(tried.channels) >= _REPORTED:
+            # After the first channel that is not worth it, the sets grow only for the errors in the
+            # report.
+            break
     return chosen, errors
