@@ -41,7 +41,7 @@ def nonnegative_least_squares(products: Tensor, targets: Tensor) -> Tensor:
     # Without this addition a matrix with two like columns has no solution.
     unit = torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
     matrix = matrix + _ROUNDING * unit
-    solution = torch.linalg.solve_ex(matrix, target)[0]
+    solution: Tensor = torch.linalg.solve_ex(matrix, target)[0]
     # Plain least squares solves most problems.
     rest = (solution <= 0).any(1).nonzero()[:, 0]
     if len(rest):
