@@ -138,6 +138,15 @@ def test_each_channel_of_a_growing_set_is_the_best_that_can_be_added() -> None:
     assert len(chosen) == 4
 
 
+def test_no_channel_joins_a_growing_set_twice_when_no_other_helps() -> None:
+    rng = np.random.default_rng(0)
+    columns = rng.random((300, 10))
+    columns[:, 2:8] = 0.0
+    gram = Gram.of(torch.from_numpy(columns.T @ columns))
+    *_, last = gram.growing_sets(8)
+    assert sorted(last.channels.tolist()) == list(range(8))
+
+
 @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
 @pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
 @pytest.mark.parametrize("lean", [0.0, 0.7])

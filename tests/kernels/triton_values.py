@@ -23,7 +23,7 @@ from tests.kernels.definition import compare_where_infinite, every_pair, infinit
 
 # One or the other for the whole process: Triton asks when it is first imported.
 INTERPRETED = _triton.interpreted()
-if not INTERPRETED:
+if not INTERPRETED and torch.cuda.is_available():
     torch.set_default_device("cuda")
 FUNCTIONS = DYISRU, DYT, DERF, LINEAR = tuple(FunctionCode)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

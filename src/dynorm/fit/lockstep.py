@@ -67,7 +67,9 @@ class PausedRun:
         self._over = False
         self._go_on = threading.Semaphore(0)
         self._has_stopped = threading.Semaphore(0)
-        self._random_states = _random_states(model)
+        # Not looked for at each stop: the model may have thousands of parameters.
+        self._on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+        self._random_states = _random_states(self._on_gpu)
         self._torch_state = _TorchState(model)
         # The thread has the context variables of the thread that makes it.
         work = contextvars.copy_context().run
@@ -83,13 +85,13 @@ class PausedRun:
     def resume(self) -> None:
         """Run to the next call of a layer, or to the end; raise the error of the model, if there is one."""
         self.call = None
-        outside = _random_states(self._model)
+        outside = _random_states(self._on_gpu)
         _set_random_states(self._random_states)
         try:
             self._go_on.release()
             self._has_stopped.acquire()
         finally:
-            self._random_states = _random_states(self._model)
+            self._random_states = _random_states(self._on_gpu)
             _set_random_states(outside)
         if self._error is not None:
             raise self._error
@@ -307,14 +309,14 @@ class _TorchState:
             yield
 
 
-def _random_states(model: nn.Module) -> list[tuple[Callable[[Any], object], Any]]:
+def _random_states(on_gpu: bool) -> list[tuple[Callable[[Any], object], Any]]:
     """Return pairs of a setter and the state for it, of Python, numpy, and torch on each device."""
     states: list[tuple[Callable[[Any], object], Any]] = [
         (random.setstate, random.getstate()),
         (np.random.set_state, np.random.get_state()),
         (torch.set_rng_state, torch.get_rng_state()),
     ]
-    if any(parameter.is_cuda for parameter in model.parameters()):
+    if on_gpu:
         states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
     return states
 

@@ -41,9 +41,19 @@ def nonnegative_least_squares(products: Tensor, targets: Tensor) -> Tensor:
     # Without this addition a matrix with two like columns has no solution.
     unit = torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
     matrix = matrix + _ROUNDING * unit
+    solution: Tensor = torch.linalg.solve_ex(matrix, target)[0]
+    # Plain least squares solves most problems.
+    rest = (solution <= 0).any(1).nonzero()[:, 0]
+    if len(rest):
+        solution[rest] = _with_active_sets(matrix[rest], target[rest], solution[rest] > 0)
+    return solution * scale
+
+
+def _with_active_sets(matrix: Tensor, target: Tensor, free: Tensor) -> Tensor:
+    """Return the solutions, from 0, with only some unknowns free at first, all (problems, n)."""
+    unit = torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
     least = _ROUNDING * target.abs().amax(1)
     solution = torch.zeros_like(target)
-    free = torch.ones_like(target, dtype=torch.bool)
     for _ in range(_ROUNDS_PER_UNKNOWN * matrix.shape[1]):
         equations = torch.where(free[:, :, None] & free[:, None, :], matrix, unit)
         optimum = torch.linalg.solve_ex(equations, target * free)[0]
@@ -64,4 +74,4 @@ def nonnegative_least_squares(products: Tensor, targets: Tensor) -> Tensor:
             break
         problems = frees_one.nonzero()[:, 0]
         free[problems, descent[problems].argmax(1)] = True
-    return solution * scale
+    return solution

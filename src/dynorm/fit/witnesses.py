@@ -113,20 +113,29 @@ class Gram:
         targets[-1] = 0.0
         return Gram(products, targets, self.weight)
 
+    def parts(self, picked: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the products and targets of each row of candidates, (rows, m), and the constant.
+
+        They are (rows, m + 1, m + 1) and (rows, m + 1).
+        """
+        columns = self.columns(picked)
+        return self.products[columns[:, :, None], columns[:, None, :]], self.targets[columns]
+
     def solve(self, picked: Tensor) -> Tensor:
         """Return the gains and the constant of each row of candidates, (rows, m), none negative: (rows, m + 1)."""
-        columns = self.columns(picked)
-        products = self.products[columns[:, :, None], columns[:, None, :]]
-        return nonnegative_least_squares(products, self.targets[columns])
+        return nonnegative_least_squares(*self.parts(picked))
 
-    def squared_error(self, picked: Tensor, solution: Tensor) -> float:
-        """Return the mean squared relative error of a solution for candidates (m), at least the rounding error."""
-        columns = self.columns(picked)
-        quadratic = solution @ self.products[columns[:, None], columns] @ solution
-        error = quadratic - 2 * solution @ self.targets[columns] + self.weight
+    def squared_errors(self, products: Tensor, targets: Tensor, solutions: Tensor) -> Tensor:
+        """Return the mean squared relative error of each solution, (rows), at least the rounding error."""
+        estimated = (products @ solutions[:, :, None])[:, :, 0]
+        error = (solutions * (estimated - 2 * targets)).sum(1) + self.weight
         # With tokens of one size only rounding remains, and one processor would find a witness in
         # it where another does not.
-        return float((error / self.weight.clamp_min(_TINY)).clamp_min(DEAD))
+        return (error / self.weight.clamp_min(_TINY)).clamp_min(DEAD)
+
+    def squared_error(self, picked: Tensor, solution: Tensor) -> float:
+        """Return the error of a solution for candidates (m)."""
+        return float(self.squared_errors(*self.parts(picked[None]), solution[None])[0])
 
     def squared_error_on(self, held_out: "Gram", picked: Tensor) -> float:
         """Return the error on other tokens with the gains and the constant that fit these best."""
@@ -135,16 +144,15 @@ class Gram:
     def growing_sets(self, limit: int) -> "Iterator[Picked]":
         """Yield sets of 1, 2, ... candidates: each time the one is added that lessens the error most."""
         picked = torch.arange(0, device="cpu")
+        is_left = torch.ones(self.count, dtype=torch.bool, device="cpu")
         while len(picked) < limit:
-            rest = [k for k in range(self.count) if k not in picked]
-            added = torch.tensor(rest, device="cpu")[:, None]
-            tried = torch.cat([picked.expand(len(rest), -1), added], 1)
-            solutions = self.solve(tried)
-            errors = []
-            for row, solution in zip(tried, solutions, strict=True):
-                errors.append(self.squared_error(row, solution))
-            best = errors.index(min(errors))
+            added = is_left.nonzero()
+            tried = torch.cat([picked.expand(len(added), -1), added], 1)
+            products, targets = self.parts(tried)
+            solutions = nonnegative_least_squares(products, targets)
+            best = int(self.squared_errors(products, targets, solutions).argmin())
             picked = tried[best]
+            is_left[picked[-1]] = False
             yield Picked(picked, solutions[best])
 
 
@@ -447,8 +455,6 @@ def _chosen_one_by_one(
     last_robust_error = robust_fitted.squared_error_on(robust_held_out, chosen)
     errors = []
     is_worth_it = True
-    # After the first channel that is not worth it, the loop goes on only for the errors in the
-    # report.
     for tried in robust_fitted.growing_sets(min(max(limit, _REPORTED), fitted.count)):
         errors.append(fitted.squared_error_on(held_out, tried.indices))
         robust_error = robust_held_out.squared_error(tried.indices, tried.solution)
@@ -457,4 +463,8 @@ def _chosen_one_by_one(
         is_worth_it &= is_better and len(tried.indices) <= limit
         if is_worth_it:
             chosen = tried.indices
+        elif len(tried.indices) >= _REPORTED:
+            # After the first channel that is not worth it, the sets grow only for the errors in the
+            # report.
+            break
     return chosen, errors

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from warnings import catch_warnings
 
 import torch
+import torch.fx.config
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import Node
@@ -60,7 +61,7 @@ class Graph:
         _show_owners_(separable)
         _hide_norms_(norms)
         try:
-            with _silent():
+            with _silent(), _without_stack_traces():
                 program = _exported(_Flat(model, example))
         except DynormError:
             raise
@@ -278,3 +279,16 @@ def _silent() -> Iterator[None]:
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.CRITICAL)
         yield
+
+
+@contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    """Let torch keep no stack trace for each node: it takes a tenth of a trace, and nothing reads it."""
+    config = torch.fx.config
+    # torch 2.10 has no such setting.
+    before = getattr(config, "do_not_emit_stack_traces", False)
+    config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
