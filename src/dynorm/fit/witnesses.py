@@ -382,7 +382,7 @@ class TokenScales:
     def choose(self) -> Witnesses:
         """Return the witnesses for all tokens so far; call it on every rank.
 
-        They are added one by one while each lessens the held-out error by 2 %. Fixed channels are all
+        They are added one by one while each lessens the held-out error by 2%. Fixed channels are all
         taken, however little they explain.
         """
         if self._candidates is None:

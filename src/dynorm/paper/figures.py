@@ -339,7 +339,7 @@ def _draw_histogram(axes: Axes, base: Study) -> None:
 
 
 def _draw_axis(axes: Axes, studies: Sequence[Study], quantity: str) -> None:
-    """Draw medians and 5 % to 95 % ranges, and the shares of the samples that DyT wins."""
+    """Draw medians and 5% to 95% ranges, and the shares of the samples that DyT wins."""
     places = [getattr(study, quantity) for study in studies]
     for name in ("DyT", "Derf", "DyISRU"):
         middles = np.array([study.middle(name) for study in studies])

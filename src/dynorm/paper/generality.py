@@ -84,7 +84,7 @@ class Study:
         return (self.residuals["DyT"] + 1e-300) / (self.residuals["DyISRU"] + 1e-300)
 
     def middle(self, name: str) -> tuple[float, float, float]:
-        """Return the median of a function's residuals, and their 5 % and 95 % quantiles."""
+        """Return the median of a function's residuals, and their 5% and 95% quantiles."""
         low, median, high = np.quantile(self.residuals[name], (0.05, 0.5, 0.95)).tolist()
         return median, low, high
 

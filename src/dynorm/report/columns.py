@@ -105,7 +105,7 @@ CONVERSION = [
     SiteColumn(
         "saturated",
         _share,
-        "share of values beyond 95 % of the layer's bound",
+        "share of values beyond 95% of the layer's bound",
         value=lambda site: site.saturated,
     ),
     _OUTLIER,

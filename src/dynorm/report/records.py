@@ -152,7 +152,7 @@ class SiteReport(MeasuredSite):
         beta: the layer's constant, as the inverse square of its slope (if each channel has one,
             their median).
         center: its centre (also a median), or None.
-        saturated: share of the converted layer's outputs beyond 95 % of its bound; the linear
+        saturated: share of the converted layer's outputs beyond 95% of its bound; the linear
             control has no bound, so the norm's is used.
         witnesses: the layer's witness channels; empty for a function of one channel.
         gains: the weight of the square of each witness.
@@ -161,7 +161,7 @@ class SiteReport(MeasuredSite):
             the measured tokens, with the weight ``S ** 0.5`` for a token with the sum S; the report
             of :func:`calibrate_` has the weight ``S ** 0.2``, and no factor.
         size_error: how far that sum misjudges the size of a token: standard deviation of
-            ``ln(sqrt((beta + sum g u^2) / S))``, with S the norm's own sum. 0.05 is 5 %.
+            ``ln(sqrt((beta + sum g u^2) / S))``, with S the norm's own sum. 0.05 is 5%.
         size_error_fit: the same on the batches ``fit_on``; None without them.
         why: why ``to="auto"`` chose the layer; empty if the caller chose it.
         sums: ``beta + sum g u^2`` and the norm's own sum of some tokens.

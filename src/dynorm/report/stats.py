@@ -17,11 +17,11 @@ from dynorm.site import NormSite
 from dynorm.theory import token_deviation, token_moment
 
 # Bins are equally wide in log2(1 + 8 |u|), u = distance from the origin in typical sigmas: 0.003
-# sigma wide at the origin, 1.6 % of u far from it. They end at a billion sigmas.
+# sigma wide at the origin, 1.6% of u far from it. They end at a billion sigmas.
 _PER_OCTAVE = 44
 _KNEE = 8.0
 _HALF = 33 * _PER_OCTAVE
-# Bins of log2(sigma), 1.1 % wide, from 2^-128 to 2^128.
+# Bins of log2(sigma), 1.1% wide, from 2^-128 to 2^128.
 _SIGMAS_PER_OCTAVE = 64
 _OCTAVES = 128
 # The axis of the picture is linear up to here and logarithmic beyond, in typical sigmas.

@@ -36,7 +36,7 @@ class Monitor:
 
     :meth:`read` returns figures named ``figure/path``:
 
-    - ``saturated`` is the share of a layer's outputs beyond 95 % of their bound, where gradients
+    - ``saturated`` is the share of a layer's outputs beyond 95% of their bound, where gradients
       vanish;
     - ``size`` is the root mean square of its inputs, the scale of the stream;
     - ``beta`` is its constant, the median over the channels;
