@@ -59,7 +59,7 @@ def _with_active_sets(matrix: Tensor, target: Tensor, free: Tensor) -> Tensor:
         optimum = torch.linalg.solve_ex(equations, target * free)[0]
         negative = free & (optimum <= 0)
         is_blocked = negative.any(1)
-        # The part of the way to the optimum at which each unknown reaches 0: 0 if it is there and
+        # The part of the way to the optimum at which each unknown reaches 0: 0 if it is 0 and
         # would fall, 1 if never.
         part = solution / (solution - optimum)
         part = part.where(negative & (solution > 0), (~negative).to(solution))

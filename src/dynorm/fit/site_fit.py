@@ -184,8 +184,8 @@ class SiteFit:
         self._updates += 1
         if self._scales is not None:
             self._scales.update(x - self._center, numbers)
-        # Choose again at the updates 1, 2, 4, 8 and so on. Other witnesses than before start new
-        # sums. Just before the next choice the new sums hold at least half of all tokens, if
+        # This chooses again at the updates 1, 2, 4, 8 and so on. Other witnesses than before start
+        # new sums. Just before the next choice the new sums hold at least half of all tokens, if
         # updates are equally large.
         if self._updates.bit_count() == 1:
             self._start_sums_(x, y)
@@ -403,8 +403,8 @@ class SiteFit:
         residual = (var_y - optimum * cov).clamp_min(0)
         slope = optimum
         if not self._errors_add_up:
-            # The outputs of the best slope have |correlation| times the target's spread (0 for a
-            # target that is 0).
+            # The best slope's outputs have |correlation| times the target's spread. The ratio is 0
+            # if the target is.
             ratio = torch.where(var_y > _TINY, var_f.clamp_min(0) / var_y.clamp_min(_TINY), 0.0)
             correlation = (slope.abs() * ratio.sqrt()).clamp(1e-2, 1)
             slope = slope * correlation**-_GIVE_BACK

@@ -255,7 +255,7 @@ class TokenScales:
         self._most = most
         self._robust = robust and not self.is_sample
         self._candidates: Tensor | None = None
-        self._fixed = bool(fixed)
+        self._takes_all = bool(fixed)
         self._seen = 0
         self._unbiased: Tensor | None = None
         size = 1  # The first sums make it that of the candidates.
@@ -299,7 +299,7 @@ class TokenScales:
             summed = self._ranks.summed(self._robust_sums + sums).cpu()
             gram = Gram.of(summed[0] + summed[1])
             picked = torch.arange(gram.count, device="cpu")
-            if not self._fixed:
+            if not self._takes_all:
                 limit = min(self._most, gram.count)
                 picked = list(gram.growing_sets(limit))[-1].indices
             solution = gram.solve(picked[None])[0]
@@ -359,8 +359,7 @@ class TokenScales:
             sample = Sample.of(mean, sums[1], min(self._most, len(mean)))
             self._candidates = sample.channels
             self._unbiased = sample.gains.cpu()
-            # All channels of a sample are taken.
-            self._fixed = True
+            self._takes_all = True
             return
         variance = sums[1] / sums[2] - mean * mean
         self._candidates = variance.topk(min(_CANDIDATES, u.shape[1])).indices
@@ -405,7 +404,7 @@ class TokenScales:
         nothing = torch.arange(0, device="cpu")
         # Without witnesses there is only the constant, so it is fitted; with a sample it is 0.
         errors = [fitted.squared_error_on(held_out, nothing)]
-        if self._fixed:
+        if self._takes_all:
             chosen = torch.arange(fitted.count, device="cpu")
             errors.append(self._for_gains(fitted).squared_error_on(held_out, chosen))
         else:
@@ -431,7 +430,7 @@ class TokenScales:
         channels = []
         gains = []
         for channel, gain in zip(self._candidates[chosen].tolist(), solved, strict=True):
-            if self._fixed:
+            if self._takes_all:
                 # One that adds nothing to the others keeps a gain for its logarithm.
                 gain = max(gain, _LEAST_GAIN)
             if gain > 0:

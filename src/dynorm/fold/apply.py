@@ -43,11 +43,11 @@ def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
 def _note_untied_(model: nn.Module, config: Any) -> None:
     """Set in a config of transformers that weights are not tied; a forward may read it.
 
-    The class then ties nothing when it loads the model: a masked language model not the biases of
-    its head either. So all that it ties are untied, and each is saved.
+    The class then ties nothing when it loads the model, not even the biases of a masked language
+    model's head. So all that it ties are untied, and each is saved.
     """
     values = config.to_dict() | {"tie_word_embeddings": False}
-    # Some classes derive more from it when they are loaded: T5 how it scales its output.
+    # Some classes derive more from it when loaded: T5 derives how it scales its output.
     if type(config).from_dict(dict(values)).to_dict() != values:
         return
     config.tie_word_embeddings = False

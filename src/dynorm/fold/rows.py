@@ -12,9 +12,9 @@ from dynorm.stream.stream import Stream
 def row_of(fold: SiteFold, options: Options) -> FoldedSite:
     """Return the row of a site."""
     off = Rewrite(OFF)
-    affine_row = _affine_row(fold) if options.affine and fold.chosen else off
-    mean_row = _mean_row(fold) if options.center and fold.chosen else off
-    constants_row = _constants_row(fold) if fold.is_pointwise and fold.chosen else off
+    affine = _affine(fold) if options.affine and fold.chosen else off
+    mean = _mean(fold) if options.center and fold.chosen else off
+    constants = _constants(fold) if fold.is_pointwise and fold.chosen else off
     becomes = ""
     if fold.is_gone:
         becomes = "Identity"
@@ -24,16 +24,16 @@ def row_of(fold: SiteFold, options: Options) -> FoldedSite:
         fold.path,
         fold.site.kind or fold.site.class_name,
         math.prod(fold.site.normalized_shape),
-        affine_row,
-        mean_row,
-        constants_row,
+        affine,
+        mean,
+        constants,
         becomes=becomes,
-        redundant=_redundant_row(fold),
+        redundant=_redundant(fold),
         change=fold.change,
     )
 
 
-def _affine_row(fold: SiteFold) -> Rewrite:
+def _affine(fold: SiteFold) -> Rewrite:
     if fold.by_rescaling:
         if fold.remaining_weight is None:
             return Rewrite(FOLDED, ("the stream",))
@@ -48,7 +48,7 @@ def _affine_row(fold: SiteFold) -> Rewrite:
     return Rewrite(FOLDED, _weights_of_readers(fold))
 
 
-def _mean_row(fold: SiteFold) -> Rewrite:
+def _mean(fold: SiteFold) -> Rewrite:
     if fold.site.kind != "layernorm":
         if fold.refused is not None and not fold.site.kind:
             return _refused(fold.refused)
@@ -61,7 +61,7 @@ def _mean_row(fold: SiteFold) -> Rewrite:
     return Rewrite(FOLDED, _names_of_writers(fold.streams))
 
 
-def _constants_row(fold: SiteFold) -> Rewrite:
+def _constants(fold: SiteFold) -> Rewrite:
     into: tuple[str, ...] = ()
     if fold.scale != 1 and fold.is_absorbed:
         into = _weights_of_readers(fold)
@@ -83,7 +83,7 @@ def _constants_row(fold: SiteFold) -> Rewrite:
     return _refused(reason)
 
 
-def _redundant_row(fold: SiteFold) -> Rewrite:
+def _redundant(fold: SiteFold) -> Rewrite:
     if fold.followers:
         return Rewrite(FOLDED, tuple(norm.path for norm in fold.followers))
     if fold.redundant_refused is not None:

@@ -22,7 +22,7 @@ class RescaledStream:
 
     stream: Stream
     writers: list[SiteFold] = field(default_factory=list)  # norms whose weights take 1 / d
-    takers: list[SiteFold] = field(default_factory=list)  # linear layers that give d to readers
+    givers: list[SiteFold] = field(default_factory=list)  # linear layers that give d to readers
     refused: str | None = None  # why its factor must stay 1
     factor: Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64, device="cpu"))
     group: "ScaleGroup" = field(init=False)
@@ -73,9 +73,9 @@ def decide_rescaling(folds: Sequence[SiteFold]) -> list[RescaledStream]:
                     records[stream] = _rescaled_stream(folds, stream)
             _join(fold, records[before], records[after])
     for record in records.values():
-        for taker in record.takers:
-            assert taker.factor is not None
-            taker.factor = record.factor * taker.factor
+        for giver in record.givers:
+            assert giver.factor is not None
+            giver.factor = record.factor * giver.factor
     return [record for record in records.values() if bool((record.factor != 1).any())]
 
 
@@ -131,7 +131,7 @@ def _rescaled_stream(folds: Sequence[SiteFold], stream: Stream) -> RescaledStrea
         for use in stream.norms_before:
             _add_writer(rescaled, folds[use.index], use.over_channels)
         for use in stream.norms_after:
-            _add_taker(rescaled, folds[use.index], use.over_channels)
+            _add_giver(rescaled, folds[use.index], use.over_channels)
         refuse_for(stream.reader_refused)
         if stream.is_returned:
             raise RefusedError("the model returns it")
@@ -139,8 +139,8 @@ def _rescaled_stream(folds: Sequence[SiteFold], stream: Stream) -> RescaledStrea
         refuse_for(stream.shared_reader_refused)
         for writer in rescaled.writers:
             _require_only_here(writer, writer.around.after, stream)
-        for taker in rescaled.takers:
-            _require_only_here(taker, taker.around.before, stream)
+        for giver in rescaled.givers:
+            _require_only_here(giver, giver.around.before, stream)
     except RefusedError as refusal:
         rescaled.refused = str(refusal)
     return rescaled
@@ -160,12 +160,12 @@ def _add_writer(rescaled: RescaledStream, norm: SiteFold, over_channels: bool) -
         rescaled.writers.append(norm)
 
 
-def _add_taker(rescaled: RescaledStream, layer: SiteFold, over_channels: bool) -> None:
+def _add_giver(rescaled: RescaledStream, layer: SiteFold, over_channels: bool) -> None:
     """Add a linear layer that reads the stream, and whose readers take the factor."""
     if not over_channels or not layer.is_line:
         raise RefusedError(f"read by {layer.path}, which stays")
-    if not layer.by_rescaling and layer not in rescaled.takers:
-        rescaled.takers.append(layer)
+    if not layer.by_rescaling and layer not in rescaled.givers:
+        rescaled.givers.append(layer)
 
 
 def _require_only_here(norm: SiteFold, streams: Sequence[Stream], stream: Stream) -> None:

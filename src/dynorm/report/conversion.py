@@ -330,7 +330,7 @@ class _LayerStats(SiteStats):
 
     @torch.no_grad()
     def add_sums(self, x: Tensor, fit_only: bool) -> None:
-        """Compare the norm's sum of tokens (tokens, C) with the layer's, ``beta + sum g u^2``.
+        """Compare the norm's sums for x (tokens, C) with the layer's, ``beta + sum g u^2``.
 
         With ``fit_only`` the tokens are those of the fit, and only the ratios of sizes are kept.
         """

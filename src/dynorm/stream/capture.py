@@ -57,7 +57,7 @@ class Graph:
     ) -> None:
         owners = _owners(model)
         overlapping = _overlapping(model)
-        separable = {tensor: held for tensor, held in owners.items() if tensor not in overlapping}
+        separable = {tensor: owners[tensor] for tensor in owners if tensor not in overlapping}
         _show_owners_(separable)
         _hide_norms_(norms)
         try:
