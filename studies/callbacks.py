@@ -59,10 +59,11 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self._step_started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the watch; after the last step no checkpoint is needed."""
+        """Stop the watch; after the last step evaluate, which transformers 5.0 leaves out, and save nothing."""
         self._steps.append(time.perf_counter() - self._step_started)
         if state.global_step >= state.max_steps:
             control.should_save = False
+            control.should_evaluate = True
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the log, and stop where the loss is lost."""

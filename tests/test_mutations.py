@@ -113,7 +113,9 @@ def check(
         found = load(work)
         # Weights that a load makes up are others each time.
         torch.manual_seed(seed)
-        assert torch.equal(found, load(work) if wanted is None else wanted), (
+        expected = load(work) if wanted is None else wanted
+        # A damaged weight may be NaN, and then its answer is.
+        assert torch.equal(found.nan_to_num(), expected.nan_to_num()), (
             f"another answer, seed {seed}"
         )
         return False

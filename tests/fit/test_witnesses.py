@@ -144,7 +144,7 @@ def test_no_channel_joins_a_growing_set_twice_when_no_other_helps() -> None:
     columns[:, 2:8] = 0.0
     gram = Gram.of(torch.from_numpy(columns.T @ columns))
     *_, last = gram.growing_sets(8)
-    assert sorted(last.channels.tolist()) == list(range(8))
+    assert sorted(last.indices.tolist()) == list(range(8))
 
 
 @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])

@@ -43,7 +43,7 @@ def rows(text: str) -> list[dict[str, str]]:
 
 def test_everything_by_default(tmp_path: Path) -> None:
     ran = dynorm_paper("--samples", "10", cwd=tmp_path)
-    assert (ran.returncode, ran.stderr) == (0, "")
+    assert (ran.returncode, ran.stderr.strip()) == (0, "")
     figures = [f"fig{i}.{format}" for i in range(1, 6) for format in ("png", "svg")]
     tables = ["table.csv", "table.json"]
     assert sorted(path.name for path in (tmp_path / "paper").iterdir()) == sorted(

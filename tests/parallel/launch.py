@@ -92,7 +92,7 @@ def _launch(
         worker.kill()
         worker.join()
     said = "\n".join(
-        log.read_text("utf-8")[-4000:] for log in sorted(folder.glob(f"{processes}-*.log"))
+        log.read_text("utf-8")[-12000:] for log in sorted(folder.glob(f"{processes}-*.log"))
     )
     assert not late, f"not done after {timeout} s\n{said}"
     return said, [worker.exitcode or 0 for worker in workers]

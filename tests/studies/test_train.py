@@ -75,7 +75,7 @@ def test_every_arm_learns_and_leaves_its_files(arm: str, tmp_path: Path) -> None
     assert not record["diverged"]
     assert record["steps_taken"] == STEPS
     # To guess the 256 bytes at random costs log 256.
-    assert record["loss"] < math.log(256) - 1
+    assert record["loss"] < math.log(256) - 0.5
     assert sum(record["parts"]) / len(record["parts"]) == pytest.approx(record["loss"], abs=1e-4)
     assert record["seconds_per_step"] > 0
     assert len(record["constants"]) == (

@@ -304,7 +304,9 @@ def _descend(
             if k in reached:
                 master.grad = values.view_as(master).to(master.dtype)
         _require_finite("gradient", torch.nn.utils.clip_grad_norm_(masters, 1.0), f"step {step}")
-        optimizer.step()
+        # With another default device torch 2.10 would count its steps there.
+        with torch.device("cpu"):
+            optimizer.step()
         schedule.step()
         with torch.no_grad():
             for parameter, master in zip(parameters, masters, strict=True):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -195,7 +196,9 @@ def read_weights(path: Path, expected: object, where: object) -> dict[str, Tenso
     """Return the tensors of a file of weights, which :func:`require_weights` checks."""
     require_weights(path, expected, where)
     try:
-        return load_file(path)
+        # Older versions of safetensors would read to another default device.
+        with torch.device("cpu"):
+            return load_file(path)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{path} must be a readable safetensors file, but {error}") from error
 
