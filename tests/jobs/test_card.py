@@ -68,7 +68,10 @@ def test_options_for_single_norms_are_in_the_card_and_in_the_count(
     assert "kept as the options say: embeddings.LayerNorm" in summary
     card = " ".join((tmp_path / "out" / "model" / "README.md").read_text("utf-8").split())
     assert "4 norms of tiny-bert were replaced by DyISRU and DyT layers" in card
-    assert "at most 6 witness channels per layer" in card
+    # A layer may take fewer than it is allowed, but these take more than the others.
+    most = re.search(r"at most (\d) witness channels per layer", card)
+    assert most is not None
+    assert 2 < int(most[1]) <= 6
     assert "one constant per" not in card
     assert "These norms were kept: embeddings.LayerNorm." in card
     page = " ".join((tmp_path / "out" / "report.html").read_text("utf-8").split())
