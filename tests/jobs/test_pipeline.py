@@ -358,7 +358,7 @@ def test_bad_folders_are_refused_before_the_work(
             convert_pretrained(model, tmp_path / "out", QUICK, texts=[texts])
     (tmp_path / "empty" / "config.json").write_text("{}")
     # transformers 5.0 misses the tokenizer first.
-    with pytest.raises(dynorm.errors.StorageError, match="transformers|tokenizer"):
+    with pytest.raises(dynorm.errors.StorageError, match=r"transformers|tokenizer"):
         convert_pretrained(tmp_path / "empty", tmp_path / "out", QUICK, texts=[texts])
 
 
