@@ -24,12 +24,13 @@ _USES = (*FAMILY, "soft", "edge", "point", "bar", "outlier")
 _OF_THE_PAGE = {use: f"#0101{place:02x}" for place, use in enumerate(_USES, start=1)}
 _DASHED = (0, (4, 3))
 _STYLES = {"linear": (0, (1, 1.5)), "dyt": (0, (4, 2)), "dyisru": "solid"}
-# In inches. The margins have room for the widest labels, such as 500,000 on the left, so the pictures
-# of a page are aligned. Matplotlib's layouts would measure all labels, as long as the drawing takes.
+# In inches. The margins have room for the widest labels, such as 500,000 on the left or half of it on
+# the right, so the pictures of a page are aligned. Matplotlib's layouts would measure all labels,
+# which takes as long as the drawing.
 _WIDTH = 4.4
 _HEIGHT = 3.1
 _LEFT = 0.85
-_RIGHT = 0.2
+_RIGHT = 0.3
 _BELOW = 0.5
 _ABOVE = 0.1
 Points = tuple[list[float], list[float]]
@@ -191,6 +192,12 @@ def _tick_steps(decades: float) -> tuple[int, ...]:
     return (1,)
 
 
+def _tick_label(value: float) -> str:
+    """Return a number of one digit, short enough to be next to others: 3000, but 3e4."""
+    text = f"{value:g}" if abs(value) < 1e4 else f"{value:.0e}".replace("e+0", "e")
+    return text.replace("-", "−")
+
+
 def _frame(
     axes: "Axes",
     x_label: str,
@@ -240,4 +247,4 @@ def _scale(
     axis = getattr(axes, f"{letter}axis")
     # A base of 0 rounds the ticks to one digit.
     axis.set_major_locator(AsinhLocator(knee, numticks=7, base=0))
-    axis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
+    axis.set_major_formatter(lambda value, _: _tick_label(value))
