@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
+
+pytest.importorskip("transformers")
+
 from transformers import BertModel, LlamaForCausalLM, ViTConfig, ViTModel
 
 import dynorm
@@ -181,7 +184,7 @@ def test_a_model_is_converted_as_on_the_cpu(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_refinement_and_distillation_make_the_error_smaller(kind: str) -> None:
+def test_refinement_and_distillation_do_no_harm(kind: str) -> None:
     make, batches = MODELS[kind]
     fit, held_out = moved(batches(0), DEVICE), moved(batches(1), DEVICE)
     original = make().to(DEVICE)

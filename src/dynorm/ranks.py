@@ -132,6 +132,7 @@ class Ranks:
         words: object,
         values: Iterable[Tensor] = (),
         what: str = "point-wise layers with the same constants",
+        remedy: str = "build the model from one seed or checkpoint everywhere, and change it alike on every rank",
     ) -> None:
         """Check that every rank has the same words and values for its layers; ModelError on every rank if not."""
         if self._over:
@@ -146,8 +147,7 @@ class Ranks:
             self._over = True
             raise ModelError(
                 f"all ranks must have the same {what}, but those of rank {', '.join(others[:8])} "
-                "differ from rank 0's: build the model from one seed or checkpoint everywhere, and "
-                "change it alike on every rank"
+                f"differ from rank 0's: {remedy}"
             )
 
     def _communicate(self, collective: Callable[..., object], *tensors: object) -> None:

@@ -151,9 +151,9 @@ def _wrapped(lines: Sequence[str]) -> str:
 
 
 def shortened(texts: Sequence[str], width: int) -> list[str]:
-    """Return the texts, in those that are too long with words cut to a letter and their digits.
+    """Return the texts; in those that are too long, words are cut to a letter and their digits.
 
-    Words are cut from the left, until the text fits. A word that one text needs cut is cut in all long ones.
+    Words are cut from the left, until the text fits. A word cut in one text is cut in all long ones.
     """
     initials: dict[str, str] = {}
 

@@ -82,7 +82,8 @@ def test_with_recomputed_activations_and_accumulation_the_weights_are_the_same(t
 @pytest.mark.slow
 def test_ranks_with_other_numbers_of_batches_take_the_same_steps(two: Found) -> None:
     found = equal_on_all_ranks(two, "uneven")
-    assert found["steps"] > 0
+    # Beyond the batches of the first rank, which has 1, and of the second, which has 4.
+    assert found["steps"] > 4
 
 
 @pytest.mark.slow
@@ -103,6 +104,7 @@ def test_all_ranks_stop_where_one_fails_and_the_weights_are_as_they_were(two: Fo
         assert "those of rank 1 differ" in found["others"][1]
         assert found["means"][0] == "ModelError"
         assert "means were folded" in found["means"][1]
+        assert "fold_means=False" in found["means"][1]
         assert found["means unchanged"][0] == "True"
 
 

@@ -74,7 +74,8 @@ def test_every_arm_learns_and_leaves_its_files(arm: str, tmp_path: Path) -> None
     assert record["settings"] == settings.to_dict()
     assert not record["diverged"]
     assert record["steps_taken"] == STEPS
-    # To guess the 256 bytes at random costs log 256.
+    # To guess the 256 bytes at random costs log 256. With torch 2.10, which draws other weights, an
+    # annealed line is 0.7 below it.
     assert record["loss"] < math.log(256) - 0.5
     assert sum(record["parts"]) / len(record["parts"]) == pytest.approx(record["loss"], abs=1e-4)
     assert record["seconds_per_step"] > 0

@@ -447,7 +447,7 @@ class NormSearch:
     def _site_of(self, seen: Observation) -> NormSite:
         """Return the site of a called module; NotANormError if it is not a norm."""
         self._require_candidate(seen)
-        # These refuse even a norm, and hide every other reason but its family.
+        # These refuse even a norm, and replace the reasons of the check but for a known family.
         obstacle = None
         if has_other_forward(seen.module):
             obstacle = _PATCHED

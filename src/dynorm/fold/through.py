@@ -168,11 +168,11 @@ def _add_giver(rescaled: RescaledStream, layer: SiteFold, over_channels: bool) -
         rescaled.givers.append(layer)
 
 
-def _require_only_here(norm: SiteFold, streams: Sequence[Stream], stream: Stream) -> None:
-    """Check that a norm is called on one stream only, and its readers read no other norm."""
+def _require_only_here(layer: SiteFold, streams: Sequence[Stream], stream: Stream) -> None:
+    """Check that a norm is called on one stream only, and its readers read no other layer."""
     if any(other is not stream for other in streams):
-        raise RefusedError(f"{norm.path} is called on other values too")
-    ours = {reader.leaf for reader in norm.readers}
-    for reader in norm.readers:
+        raise RefusedError(f"{layer.path} is called on other values too")
+    ours = {reader.leaf for reader in layer.readers}
+    for reader in layer.readers:
         if reader.weight.leaves - ours:
-            raise RefusedError(f"a reader of {norm.path} reads another norm too")
+            raise RefusedError(f"a reader of {layer.path} reads another norm too")

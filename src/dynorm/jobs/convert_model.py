@@ -122,7 +122,12 @@ def _convert_(
             means = fold_means_(model, fit[0], recipe, fit[1:])
         has_changed = means is not None and means.folded + means.partly > 0
         values = model.parameters() if has_changed else ()
-        ranks.require_same(has_changed, values, "weights after the means were folded")
+        ranks.require_same(
+            has_changed,
+            values,
+            "weights after the means were folded",
+            "give each rank batches that run the same parts of the model, or pass fold_means=False",
+        )
         if means is not None:
             stages["fold_means"] = means.to_dict()
     sites = find_norms(model, *args, **kwargs)

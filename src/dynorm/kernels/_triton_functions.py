@@ -281,7 +281,7 @@ def inverse_root(d, constant):
     square added back. It takes half the instructions of the precise square root and division.
     """
     square = tl.fma(d, d, constant)
-    # Knuth's error of a sum. d**2 has no name, because a compiler would fuse the product with the
+    # The error of Knuth's TwoSum. d**2 has no name, because a compiler would fuse the product with the
     # subtraction, and its own rounding error would be counted twice.
     virtual = square - constant
     lost = tl.fma(d, d, -virtual) + (constant - (square - virtual))
