@@ -91,8 +91,8 @@ def _read(file: Path) -> JsonObject:
         _ = (report["output"], report["sites"], report["meta"]["recipe"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StorageError(
-            f"{file} must be the report.json of dynorm convert, but cannot be read as one: "
-            f"{error!r}"
+            f"{file} must be the report.json that dynorm convert writes, but cannot be read as one: "
+            f"{error!r}. Give folders of dynorm convert; dynorm.save writes no report"
         ) from error
     return report
 

@@ -76,8 +76,8 @@ def require_layers(
         raise ModelError(
             f"the layer {next(iter(layers))!r} must have replaced a norm to be compared with it, "
             "but it was loaded or built so, like all others: "
-            "convert the original again, and calibrate, refine and measure before saving; "
-            "distill_ takes a teacher"
+            "pass the original where a function takes one (original= of measure, teacher= of "
+            "distill_), or convert it again, and calibrate and refine before saving"
         )
     return known
 
