@@ -161,14 +161,13 @@ def shortened(texts: Sequence[str], width: int) -> list[str]:
         *words, last = re.split(r"([._])", text)
         return "".join(initials.get(word, word) for word in words) + last
 
-    long_texts = [text for text in texts if len(text) > width]
-    for text in long_texts:
+    for text in texts:
         for word in re.split(r"[._]", text)[:-1]:
             if len(cut(text)) > width:
                 initials[word] = word[:1] + re.sub(r"\D", "", word[1:])
     results = []
     for text in texts:
-        short = cut(text) if text in long_texts else text
+        short = cut(text) if len(text) > width else text
         if len(short) > width:
             short = f"{short[: width - 8]}..{short[-6:]}"
         results.append(short)

@@ -21,18 +21,18 @@ _UNMISTAKABLE = {name for name in _INSIDE.values() if name.startswith("_")}
 
 def torch_classes(module: nn.Module) -> list[str]:
     """Return the names of a module's classes that are defined by torch or DeepSpeed."""
-    return [cls.__name__ for cls in type(module).__mro__ if _is_of_torch(cls)]
-
-
-def _is_of_torch(cls: type) -> bool:
-    return cls.__module__.startswith(("torch.", "deepspeed."))
+    names = []
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith(("torch.", "deepspeed.")):
+            names.append(cls.__name__)
+    return names
 
 
 def name_inside(module: nn.Module) -> str | None:
     """Return the name of the module that a wrapper wraps, or None for any other module."""
-    for cls in type(module).__mro__:
-        if cls.__name__ in _INSIDE and _is_of_torch(cls):
-            name = _INSIDE[cls.__name__]
+    for class_name in torch_classes(module):
+        if class_name in _INSIDE:
+            name = _INSIDE[class_name]
             if name in module._modules:
                 return name
             return None
@@ -74,11 +74,8 @@ def plain_modules(
     remove_duplicate: bool = True,
 ) -> dict[str, nn.Module]:
     """Return a model's modules as ``named_modules`` does, with wrapped modules for wrappers."""
-    named = dict(model.named_modules(remove_duplicate=remove_duplicate))
-    if not has_wrappers(model):
-        return named
     modules: dict[str, nn.Module] = {}
-    for path, module in named.items():
+    for path, module in model.named_modules(remove_duplicate=remove_duplicate):
         if name_inside(module) is None:
             modules[plain_name(model, path)] = module
     return modules
@@ -89,8 +86,6 @@ def plain_state(
     state: Mapping[str, object],
 ) -> dict[str, Any]:
     """Return a state dict under the names without wrappers."""
-    if not has_wrappers(model):
-        return dict(state)
     return {plain_name(model, name): value for name, value in state.items()}
 
 

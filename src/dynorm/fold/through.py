@@ -169,7 +169,7 @@ def _add_giver(rescaled: RescaledStream, layer: SiteFold, over_channels: bool) -
 
 
 def _require_only_here(layer: SiteFold, streams: Sequence[Stream], stream: Stream) -> None:
-    """Check that a norm is called on one stream only, and its readers read no other layer."""
+    """Check that a layer is called on one stream only, and its readers read no other."""
     if any(other is not stream for other in streams):
         raise RefusedError(f"{layer.path} is called on other values too")
     ours = {reader.leaf for reader in layer.readers}

@@ -134,8 +134,8 @@ def fast_path(
     # True instead of y: the call is right, but autograd has to record it.
     if y is True:
         form = _form(function, logarithmic, scale, math.prod(shape), 1, witnesses)
-        recorded: Tensor = _Pointwise.apply(form, x, *parameters)  # type: ignore[no-untyped-call]
-        return recorded
+        record: Callable[..., Tensor] = _Pointwise.apply
+        return record(form, x, *parameters)
     # For its log line.
     serving("cpu")
     return y
