@@ -33,7 +33,7 @@ FILES = (
     "kernels/_triton.py",
     "kernels/_triton_functions.py",
     "kernels/_triton_kernels.py",
-    "layers/base.py",
+    "layers/pointwise.py",
     "layers/derf.py",
     "layers/dyisru.py",
     "layers/dyt.py",

@@ -7,7 +7,7 @@ from dynorm.layers.annealed import (
     AnnealedLinear,
     AnnealedNorm,
 )
-from dynorm.layers.base import PointwiseNorm
+from dynorm.layers.pointwise import PointwiseNorm
 from dynorm.layers.derf import Derf
 from dynorm.layers.dyisru import DyISRU
 from dynorm.layers.dyt import DyT

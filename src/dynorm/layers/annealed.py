@@ -12,7 +12,7 @@ from dynorm import functional
 from dynorm.arguments import Shape, check_not_negative, check_share, upcast
 from dynorm.errors import ArgumentError
 from dynorm.kernels import traced
-from dynorm.layers.base import PointwiseNorm, arguments_by_name
+from dynorm.layers.pointwise import PointwiseNorm, arguments_by_name
 from dynorm.layers.derf import Derf
 from dynorm.layers.dyisru import DyISRU
 from dynorm.layers.dyt import DyT

@@ -8,7 +8,7 @@ from torch import nn
 from dynorm import kernels, theory
 from dynorm.arguments import Shape
 from dynorm.errors import ArgumentError
-from dynorm.layers.base import AlphaNorm, LayerArguments, arguments_by_name
+from dynorm.layers.pointwise import AlphaNorm, LayerArguments, arguments_by_name
 
 
 class Derf(AlphaNorm):

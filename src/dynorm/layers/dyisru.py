@@ -1,7 +1,7 @@
 """DyISRU, also called ELN: the exact counterpart of LayerNorm (arXiv 2503.21708, eq. 15)."""
 
 from dynorm import kernels
-from dynorm.layers.base import LogBetaNorm
+from dynorm.layers.pointwise import LogBetaNorm
 
 
 class DyISRU(LogBetaNorm):

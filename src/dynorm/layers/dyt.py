@@ -1,7 +1,7 @@
 """DyT, dynamic tanh (arXiv 2503.10622), and with another scale scaled DyT (2503.21708, eq. 11)."""
 
 from dynorm import kernels, theory
-from dynorm.layers.base import AlphaNorm
+from dynorm.layers.pointwise import AlphaNorm
 
 
 class DyT(AlphaNorm):

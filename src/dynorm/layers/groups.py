@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from dynorm.arguments import check_module, check_not_negative, require_gathered
-from dynorm.layers.base import PointwiseNorm
+from dynorm.layers.pointwise import PointwiseNorm
 
 # The rate of a constant kept as its logarithm, over that of the weights.
 LOG_RATE = 30.0

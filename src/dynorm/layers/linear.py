@@ -1,7 +1,7 @@
 """The linear control: DyISRU without its bound, so that a study can measure the bound's worth."""
 
 from dynorm import kernels
-from dynorm.layers.base import LogBetaNorm
+from dynorm.layers.pointwise import LogBetaNorm
 
 
 class LinearControl(LogBetaNorm):

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dynorm.layers.base import PointwiseNorm, gathered
+from dynorm.layers.pointwise import PointwiseNorm, gathered
 
 # An output is saturated beyond this share of its bound: for inputs beyond 3 sqrt(beta) of DyISRU.
 SATURATION = 0.95

@@ -21,7 +21,7 @@ from dynorm.batches import Batch, cycled, iterate, token_masks, valid_tokens
 from dynorm.errors import ArgumentError, CalibrationWarning, require_library
 from dynorm.fit.refine import unexplained_share
 from dynorm.layers import AnnealedNorm
-from dynorm.layers.base import gathered
+from dynorm.layers.pointwise import gathered
 from dynorm.outputs import output_tensor, sample_vectors
 from dynorm.ranks import BATCH, Ranks
 from dynorm.recipe import Recipe

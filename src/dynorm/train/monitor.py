@@ -14,7 +14,7 @@ from dynorm.arguments import check_share
 from dynorm.batches import site_tokens
 from dynorm.errors import CalibrationWarning
 from dynorm.layers import PointwiseNorm
-from dynorm.layers.base import gathered
+from dynorm.layers.pointwise import gathered
 from dynorm.layers.saturation import saturated_share
 from dynorm.replace.converted import require_layers
 
