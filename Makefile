@@ -6,7 +6,6 @@ MODEL ?= minilm
 NAME_minilm := all-MiniLM-L6-v2
 NAME_smollm2 := SmolLM2-135M-Instruct
 NAME_dinov2 := DINOv2-small
-NAME_whisper := Whisper-tiny.en
 # Where the processor knows bfloat16, a step of distillation takes half the time.
 BF16 := $(if $(shell grep -m 1 avx512_bf16 /proc/cpuinfo 2>&1),--bf16)
 OPTIONS_minilm := $(BF16)
@@ -14,20 +13,16 @@ OPTIONS_minilm := $(BF16)
 OPTIONS_smollm2 := --refine 0 --held-out 96 --keep-original $(BF16)
 # Some 170 photographs are fitted to in crops, and 96 measured as they are.
 OPTIONS_dinov2 := --images build/pictures --refine 0 --held-out 96 --keep-original $(BF16)
-# Twenty voices, of which whole ones are held out.
-OPTIONS_whisper := --audio build/speech --refine 0 --held-out 48 --keep-original $(BF16)
 DATA_dinov2 := build/pictures
-DATA_whisper := build/speech
 OUT := build/$(if $(filter minilm,$(MODEL)),demo,$(MODEL))
 # Steps, not minutes: a slow machine takes longer, and gets the figures of the pages all the same.
 STEPS_minilm := 150
 STEPS_smollm2 := 0
 STEPS_dinov2 := 300
-STEPS_whisper := 56
 LENGTH_GIVEN = $(if $(STEPS),--steps $(STEPS)) $(if $(MINUTES),--minutes $(MINUTES))
 LENGTH = $(if $(STEPS)$(MINUTES),$(LENGTH_GIVEN),--steps $(STEPS_$(MODEL)))
 
-.PHONY: setup demo models test floor architectures lint docs bench fold gone wire deploy quality retrieval distillation images speech draws check-figures paper activations study sanitize wheel clean
+.PHONY: setup demo models test floor architectures lint docs bench fold gone wire deploy quality retrieval distillation images draws check-figures paper activations study sanitize wheel clean
 
 KERNELS := src/dynorm/kernels/_native.abi3.so
 
@@ -70,13 +65,9 @@ wheel:
 build/pictures: | .venv/setup.stamp
 	$(BIN)/python tools/pictures.py $@
 
-# The sentences that the model of speech is converted on: a package of espeak-ng speaks them.
-build/speech: | .venv/models.stamp
-	$(BIN)/python tools/speech.py $@
-
 # The main job on a real model, with its figures next to the committed ones. STEPS=0 fits the constants only; MINUTES=10 distils for
-# that time, whatever the number of steps. MODEL=smollm2 takes a decoder, MODEL=dinov2 an encoder of images, MODEL=whisper a
-# model of speech; these three also write their original.
+# that time, whatever the number of steps. MODEL=smollm2 takes a decoder, MODEL=dinov2 an encoder of images;
+# these two also write their original.
 demo: setup $(if $(filter minilm,$(MODEL)),,.venv/models.stamp) $(DATA_$(MODEL))
 	@mkdir -p build
 	model="$$($(BIN)/python tools/demo_model.py $(MODEL))" && $(BIN)/dynorm convert "$$model" $(OUT) \
@@ -85,11 +76,10 @@ demo: setup $(if $(filter minilm,$(MODEL)),,.venv/models.stamp) $(DATA_$(MODEL))
 	@echo "Read $(OUT)/report.html in a browser; the model is in $(OUT)/model$(if $(findstring --keep-original,$(OPTIONS_$(MODEL))), \
 and the original in $(OUT)/original)."
 
-# The decoder, the encoder of images and the model of speech, each within half an hour on 2 cores that know bfloat16.
+# The decoder and the encoder of images, each within half an hour on 2 cores that know bfloat16.
 models:
 	$(MAKE) demo MODEL=smollm2
 	$(MAKE) demo MODEL=dinov2
-	$(MAKE) demo MODEL=whisper
 
 test: setup
 	# A thread a process: two pools of two threads on two cores wait for each other.
@@ -213,11 +203,6 @@ check-figures: setup .venv/models.stamp build/debian-descriptions.txt
 	$(UNTRAINED)
 	$(BIN)/python -m benchmarks.retrieval --check build/untrained/model
 	$(BIN)/python -m benchmarks.draws --check
-
-# What a model of speech loses and gets back, for docs/quality.md: an hour.
-speech: .venv/models.stamp build/speech
-	$(BIN)/python -m benchmarks.speech
-	$(BIN)/python -m benchmarks.tables
 
 # The figures and tables of the paper, for docs/mathematics.md.
 paper: setup

@@ -20,14 +20,11 @@ from transformers import (
     LlamaForCausalLM,
     ViTConfig,
     ViTModel,
-    WhisperConfig,
-    WhisperModel,
 )
 
 import dynorm
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.recipe import (
-    AUDIO,
     ENCODER,
     IMAGES,
     LANGUAGE,
@@ -55,14 +52,6 @@ def vit() -> nn.Module:
     return ViTModel(config).eval()
 
 
-def whisper() -> nn.Module:
-    layers = {"encoder_layers": 1, "decoder_layers": 1}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    sizes = {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "d_model": 16, "vocab_size": 64}
-    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    return WhisperModel(WhisperConfig(**layers, **heads, **sizes, **ids)).eval()
-
-
 def plain() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)).eval()
@@ -80,7 +69,7 @@ def rows(count: int = 4) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("build", "expected"),
-    [(plain, ENCODER), (bert, ENCODER), (llama, LANGUAGE), (vit, IMAGES), (whisper, AUDIO)],
+    [(plain, ENCODER), (bert, ENCODER), (llama, LANGUAGE), (vit, IMAGES)],
 )
 def test_the_kind_of_a_model(build: Callable[[], nn.Module], expected: Defaults) -> None:
     assert defaults_of(build()) == expected

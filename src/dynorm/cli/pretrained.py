@@ -10,9 +10,7 @@ import typer
 
 from dynorm.cli.application import AsJson, app, quiet_libraries, show, speaker
 from dynorm.files import require_writable
-from dynorm.jobs.compare import compare_reports
 from dynorm.jobs.convert import convert_pretrained
-from dynorm.jobs.dry_run import dry_run as plan_conversion
 from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.jobs.job import JobOptions
 from dynorm.ranks import joined
@@ -31,21 +29,14 @@ Model = Annotated[
 Texts = Annotated[
     list[str] | None,
     typer.Option(
-        help="Text file or folder, or the name of a data set if the library datasets is installed. "
+        help="Text file or folder. "
         "Each paragraph is a text; in a file without blank lines, each line. "
         "Default: the docstrings of Python's standard library. Repeatable."
     ),
 ]
 Images = Annotated[
     list[str] | None,
-    typer.Option(help="Image file, folder or data set, for a model that takes images. Repeatable."),
-]
-Audio = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Audio file, folder or data set, for a model that takes speech or other sound. "
-        "Repeatable."
-    ),
+    typer.Option(help="Image file or folder, for a model that takes images. Repeatable."),
 ]
 Name = Annotated[
     str | None,
@@ -93,7 +84,6 @@ def convert(
     ],
     texts: Texts = None,
     images: Images = None,
-    audio: Audio = None,
     name: Name = None,
     device: Device = "cpu",
     dtype: Annotated[
@@ -114,14 +104,6 @@ def convert(
         ),
     ] = False,
     overwrite: Overwrite = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Only print which norms would be replaced, the recipe, and about how much time "
-            "and memory the conversion needs. Nothing is written.",
-        ),
-    ] = False,
     as_json: AsJson = False,
     recipe: Annotated[
         Path | None,
@@ -153,7 +135,7 @@ def convert(
     held_out: Annotated[
         int,
         typer.Option(
-            help="Number of texts, images or audio files to set aside for measuring. With fewer "
+            help="Number of texts or images to set aside for measuring. With fewer "
             "than twice this number, a quarter of them."
         ),
     ] = Recipe.held_out,
@@ -161,8 +143,7 @@ def convert(
     batch: Annotated[
         int | None,
         typer.Option(
-            help="Batch size. Default: 32 texts, 4 blocks of a language model, 8 images or 4 "
-            "audio files."
+            help="Batch size. Default: 32 texts, 4 blocks of a language model, or 8 images."
         ),
     ] = Recipe.batch,
     only: Only = None,
@@ -254,16 +235,10 @@ def convert(
         options = JobOptions(
             texts=texts or (),
             images=images or (),
-            audio=audio or (),
             name=name,
             device=device,
             dtype=dtype,
         )
-        if dry_run:
-            show(
-                plan_conversion(model, chosen, remote_code=remote_code, say=say, **options), as_json
-            )
-            return
         report = convert_pretrained(
             model,
             out,
@@ -285,7 +260,6 @@ def inspect(
     model: Model,
     texts: Texts = None,
     images: Images = None,
-    audio: Audio = None,
     html: Annotated[
         Path | None,
         typer.Option(help="Also write the result as an HTML page, with a picture of each norm."),
@@ -293,7 +267,7 @@ def inspect(
     samples: Annotated[
         int,
         typer.Option(
-            help="Largest number of texts, images or audio files to fit on; as many again are "
+            help="Largest number of texts or images to fit on; as many again are "
             "used to measure."
         ),
     ] = 256,
@@ -315,28 +289,13 @@ def inspect(
     recipe = Recipe(max_length=max_length, only=only or None, skip=skip or None, seed=seed)
     say, track = speaker(quiet=as_json)
     options = JobOptions(
-        texts=texts or (), images=images or (), audio=audio or (), name=name, device=device
+        texts=texts or (), images=images or (), name=name, device=device
     )
     report = inspect_pretrained(model, recipe, samples=samples, say=say, track=track, **options)
     if html is not None:
         report.to_html(html)
         say(f"wrote {html}")
     show(report, as_json)
-
-
-@app.command()
-def compare(
-    reports: Annotated[
-        list[Path],
-        typer.Argument(help="Files report.json of dynorm convert, or the folders that have them."),
-    ],
-    as_json: AsJson = False,
-) -> None:
-    """Put the reports of several conversions in one table: recipes, losses, steps and times.
-
-    Example: dynorm compare ./converted ./distilled
-    """
-    show(compare_reports(reports), as_json)
 
 
 @app.command()

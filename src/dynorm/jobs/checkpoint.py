@@ -30,11 +30,11 @@ _TOKENIZER = re.compile(
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model, with the tokenizer or processor that makes its inputs from texts, images or audio.
+    """A model, with the tokenizer or processor that makes its inputs from texts or images.
 
     Args:
         model: the model, in eval mode.
-        tokenizer: its tokenizer, image processor, or processor or feature extractor of audio.
+        tokenizer: its tokenizer or image processor.
         language_model: whether it predicts the next token; if not, it is treated as an encoder.
         source: the folder or file that it was loaded from.
         remarks: a sentence about the weights that only the checkpoint has, and one about those
@@ -130,8 +130,8 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
             checkpoint. In 16 bits, small steps of a distillation are rounded away.
 
     Returns:
-        The model with the head named in its config, if that is for language, speech, or classes of
-        images or audio; otherwise the bare encoder.
+        The model with the head named in its config, if that is for language or classes of images;
+        otherwise the bare encoder.
 
     Raises:
         ArgumentError: torch cannot use the device, there is no such dtype, or a GGUF file needs the
@@ -225,13 +225,6 @@ class Checkpoint:
             "LMHeadModel": transformers.AutoModelForCausalLM,
             "ForImageClassification": transformers.AutoModelForImageClassification,
         }
-        if self.kind == "audio":
-            heads = {
-                "ForConditionalGeneration": transformers.AutoModelForSpeechSeq2Seq,
-                "ForCTC": transformers.AutoModelForCTC,
-                "ForAudioClassification": transformers.AutoModelForAudioClassification,
-                "ForSequenceClassification": transformers.AutoModelForAudioClassification,
-            }
         # Images are optional for such a model: given only texts, it is a language model.
         with_images = (
             self.kind == "texts"
@@ -334,26 +327,18 @@ class Checkpoint:
         return tokenizer
 
     def processor(self) -> Any:
-        """Return the processor of images or audio; StorageError if a part of it is missing."""
+        """Return the processor of images; StorageError if it is missing."""
         import transformers
 
-        title = "image processor"
-        cls = transformers.AutoImageProcessor
-        if self.kind == "audio":
-            title = "feature extractor"
-            cls = transformers.AutoFeatureExtractor
         names = ("preprocessor_config.json", "processor_config.json")
         if not any((self.source / name).is_file() for name in names):
             raise StorageError(
-                f"{self.source} must hold the model's {title}, but has none of {listed(names)}: "
-                "copy it"
+                f"{self.source} must hold the model's image processor, but has none of "
+                f"{listed(names)}: copy it"
             )
-        if self.auto in (transformers.AutoModelForSpeechSeq2Seq, transformers.AutoModelForCTC):
-            # Refuse a missing tokenizer now; the processor contains it.
-            self.tokenizer()
-            title = "processor"
-            cls = transformers.AutoProcessor
-        return self._read(cls, f"the {title} in {self.source}")
+        return self._read(
+            transformers.AutoImageProcessor, f"the image processor in {self.source}"
+        )
 
     def _read(self, cls: Any, title: str | None = None, **options: object) -> Any:
         folder = self.source

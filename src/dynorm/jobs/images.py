@@ -1,16 +1,18 @@
 """Images to calibrate and test with, read from the user's files when a batch needs them."""
 
+import hashlib
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynorm.errors import require_library
-from dynorm.jobs.sources import read_samples
+from dynorm.errors import DataError, require_library
+from dynorm.jobs.texts import files_of
 
 # The smallest side of a crop, relative to the shorter side of the image.
 _SMALLEST = 0.5
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,21 @@ def find_images(paths: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
     require_library("PIL.Image", "reading images", "plots")
     from PIL.Image import DecompressionBombError
 
-    def look(file: Path) -> Path:
-        Crop(file).read()
-        return file
-
-    suffixes = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-    return read_samples(paths, "images", "Pillow", suffixes, look, DecompressionBombError)
+    images: dict[bytes, Path] = {}
+    damaged: list[str] = []
+    for path in map(Path, paths):
+        files = files_of(path, "images", _SUFFIXES)
+        unreadable: list[str] = []
+        for file in files:
+            try:
+                Crop(file).read()
+                images.setdefault(hashlib.sha256(file.read_bytes()).digest(), file)
+            # Pillow raises different errors for different formats.
+            except (OSError, EOFError, SyntaxError, ValueError, DecompressionBombError):
+                unreadable.append(str(file))
+        if len(unreadable) == len(files):
+            raise DataError(
+                f"images must be files that Pillow can read, but {path} has none, of {len(files)}"
+            )
+        damaged += unreadable
+    return list(images.values()), damaged

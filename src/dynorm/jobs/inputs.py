@@ -1,6 +1,5 @@
-"""The samples that a pretrained model is fitted to and measured on: texts, images or audio."""
+"""The samples that a pretrained model is fitted to and measured on: texts or images."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from dynorm.errors import DataError
-from dynorm.jobs.audio import Clip
 from dynorm.jobs.checkpoint import Batches, Pretrained, encode, in_batches
 from dynorm.jobs.images import Crop
-from dynorm.jobs.speech import Listener
 from dynorm.table import JsonObject
 
 # Samples made of each image to fit on: the whole image, and squares of it.
@@ -24,7 +21,7 @@ CROPS = 16
 class Inputs:
     """Samples of one kind to fit on, and samples from other texts or files to measure on."""
 
-    noun: str  # "texts", "images" or "audio"
+    noun: str  # "texts" or "images"
     fit: list[Any]
     held_out: list[Any]
     facts: JsonObject  # the sources, and the files that could not be read
@@ -88,24 +85,4 @@ def image_inputs(
         batch=batch,
         label=lambda crop: crop.file.name,
         length=lambda crop: 0,
-    )
-
-
-def audio_inputs(
-    listener: Listener, fit: list[Clip], held_out: list[Clip], facts: dict[str, object]
-) -> Inputs:
-    """Return audio files; the facts count those with another sample rate than the model's."""
-    rates = Counter(clip.rate for clip in fit + held_out if clip.rate != listener.rate)
-    if rates:
-        facts = facts | {"audio_at_another_rate": dict(rates)}
-    return Inputs(
-        noun="audio",
-        fit=fit,
-        held_out=held_out,
-        facts=facts,
-        counts={"audio_to_fit": len(fit)},
-        batch=listener.batch,
-        # With the name of the folder, which is often that of the speaker.
-        label=lambda clip: "/".join(clip.file.parts[-2:]),
-        length=lambda clip: clip.seconds,
     )

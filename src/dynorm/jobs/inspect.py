@@ -24,7 +24,7 @@ def inspect_pretrained(
     track: Track = lambda batches, description: batches,
     **options: Unpack[JobOptions],
 ) -> InspectionReport:
-    """Run :func:`dynorm.inspect_norms` on a pretrained model and texts, images or audio.
+    """Run :func:`dynorm.inspect_norms` on a pretrained model and texts or images.
 
     At most ``samples`` of them (or blocks of texts) are fitted to, and at most ``samples`` others
     measured on.

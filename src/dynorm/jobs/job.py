@@ -18,7 +18,6 @@ from dynorm.batches import arguments
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
-from dynorm.jobs.audio import find_audio
 from dynorm.jobs.checkpoint import (
     Batches,
     Checkpoint,
@@ -28,10 +27,9 @@ from dynorm.jobs.checkpoint import (
     model_name,
 )
 from dynorm.jobs.images import find_images
-from dynorm.jobs.inputs import Inputs, audio_inputs, image_inputs, text_inputs
+from dynorm.jobs.inputs import Inputs, image_inputs, text_inputs
 from dynorm.jobs.means import fold_means_
-from dynorm.jobs.speech import Listener, word_errors
-from dynorm.jobs.texts import read_texts, split_audio, split_texts, standard_library_docstrings
+from dynorm.jobs.texts import read_texts, split_texts, standard_library_docstrings
 from dynorm.ranks import Ranks
 from dynorm.recipe import REST, Recipe
 from dynorm.replace.convert import ConversionReport, convert_sites_
@@ -55,7 +53,7 @@ _NEW_TOKENS = 64
 # Batches of held-out samples that a model is compared on after each stage. More would be slow: a
 # decoder takes half a minute for these two on two cores.
 _COMPARED = 2
-# Blocks, or audio files, in a batch of calibration. Witnesses are chosen again after 1, 2, 4 and 8
+# Blocks in a batch of calibration. Witnesses are chosen again after 1, 2, 4 and 8
 # batches, and batches must be left after that.
 CALIBRATION_BLOCKS = 2
 
@@ -65,7 +63,6 @@ class JobOptions(TypedDict, total=False):
 
     texts: Paths  # files and folders; by default the docstrings of Python's standard library
     images: Paths
-    audio: Paths
     name: str | None  # of the model in the report; by default that of its folder
     device: str
     dtype: str  # of the weights, or "auto" for the checkpoint's
@@ -99,8 +96,6 @@ def load_job(
     # second sentence.
     if noun == "images":
         readable, damaged = find_images(paths)
-    elif noun == "audio":
-        readable, damaged = find_audio(paths)
     elif paths:
         readable = read_texts(paths, whole=language_model)
     else:
@@ -111,22 +106,10 @@ def load_job(
     if damaged:
         facts[f"{noun}_that_cannot_be_read"] = damaged
         say(f"left out {len(damaged)} files of {noun} that cannot be read: {listed(damaged)}")
-    split = split_audio if noun == "audio" else split_texts
-    fit, held_out = split(readable, recipe.held_out, recipe.seed, noun)
+    fit, held_out = split_texts(readable, recipe.held_out, recipe.seed, noun)
     pretrained = checkpoint.load()
     recipe = recipe.filled(language_model, noun)
-    original = None
-    listener = None
-    if noun == "audio":
-        original = copy.deepcopy(pretrained.model)
-        listener = Listener(pretrained, original)
-        inputs = audio_inputs(listener, fit, held_out, facts)
-        for rate, count in inputs.facts.get("audio_at_another_rate", {}).items():
-            say(
-                f"resampled to {listener.rate:,} Hz, as the model takes it: {count} files of "
-                f"{rate:,} Hz"
-            )
-    elif noun == "images":
+    if noun == "images":
         inputs = image_inputs(pretrained, fit, held_out, facts)
     else:
         max_length = pretrained.within_positions(recipe.max_length or 0)
@@ -140,8 +123,6 @@ def load_job(
         say,
         track,
         Ranks(),
-        original,
-        listener,
     )
 
 
@@ -158,7 +139,6 @@ class Job:
     track: Track
     ranks: Ranks
     original: Any = None
-    listener: Listener | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     details: JsonObject = field(default_factory=dict)
 
@@ -197,7 +177,7 @@ class Job:
     def calibration_batches(self) -> Batches:
         """Return batches of the samples for the calibration."""
         size = None
-        if self.pretrained.language_model or self.listener:
+        if self.pretrained.language_model:
             size = CALIBRATION_BLOCKS
         return self.batches(self.calibration, self.recipe.seed, size)
 
@@ -330,9 +310,6 @@ class Job:
         if self.pretrained.language_model:
             with self.stage("continue"):
                 report = replace(report, continuations=self.continuations())
-        elif self.listener and self.listener.tokenizer:
-            with self.stage("continue"):
-                report = replace(report, continuations=self.transcripts(self.listener))
         report.meta["cost"] = costs(self.original, model, self.batches(held_out)[0])
         report.meta["seconds"] = self.seconds
         report.meta["stages"] = self.details
@@ -354,20 +331,3 @@ class Job:
             Continuation(decode(prompt), decode(before[i]), decode(after[i]), same[i])
             for i, prompt in enumerate(prompts)
         ]
-
-    def transcripts(self, listener: Listener) -> list[Continuation]:
-        """Transcribe the held-out audio, with the original and the new model."""
-        transcripts: list[Continuation] = []
-        batches = self.batches(self.inputs.held_out)
-        for batch in self.track(batches, f"writing down {len(self.inputs.held_out)} audio files"):
-            originals = listener.write(self.original, batch)
-            changed = listener.write(self.pretrained.model, batch)
-            for original_ids, changed_ids in zip(originals, changed, strict=True):
-                before = listener.text(original_ids)
-                after = listener.text(changed_ids)
-                wrong, words = word_errors(after, before)
-                # An empty transcript counts as one word.
-                words = max(words, 1)
-                name = self.inputs.name(len(transcripts))
-                transcripts.append(Continuation(name, before, after, 1 - wrong / words, words))
-        return transcripts

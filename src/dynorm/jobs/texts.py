@@ -5,14 +5,12 @@ import random
 import re
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from dynorm.errors import ArgumentError, DataError
-from dynorm.jobs.sources import files_of
 
 # Characters of the shortest text, and the fewest texts that are split.
 _SHORTEST = 20
@@ -93,20 +91,14 @@ def split_texts(
     return shuffled[held_out:], shuffled[:held_out]
 
 
-def split_audio(
-    clips: Sequence[Any], held_out: int, seed: int = 0, noun: str = "audio"
-) -> tuple[list[Any], list[Any]]:
-    """Split audio files. From eight folders on, split by folder: each may be of one speaker."""
-    folders: dict[Path, list[object]] = {}
-    for clip in clips:
-        folders.setdefault(clip.file.parent, []).append(clip)
-    if len(folders) < _FEWEST:
-        return split_texts(clips, held_out, seed, noun)
-    folders_held_out = max(1, round(held_out * len(folders) / len(clips)))
-    fit_folders, test_folders = split_texts(list(folders.values()), folders_held_out, seed, noun)
-    fit = list(chain.from_iterable(fit_folders))
-    tests = list(chain.from_iterable(test_folders))
-    return random.Random(seed).sample(fit, len(fit)), tests
+def files_of(path: Path, noun: str, suffixes: Collection[str]) -> list[Path]:
+    """Return a file, or the files in a folder with these suffixes."""
+    if path.is_dir():
+        files = sorted(path.rglob("*"))
+        return [file for file in files if file.suffix.lower() in suffixes and file.is_file()]
+    if not path.exists():
+        raise DataError(f"{noun} must come from files and folders that exist, but {path} does not")
+    return [path]
 
 
 def _texts_of(file: Path, whole: bool) -> Iterator[str]:
