@@ -160,4 +160,3 @@ def test_a_model_without_code_is_refused_before_the_work(
     with pytest.raises(ModelError, match="OwnBertModel is not"):
         convert_pretrained(encoder, tmp_path / "out", recipe, texts=[texts], remote_code=True)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(DynormError, match="OwnBertModel is not"):
