@@ -19,6 +19,7 @@ GROUND = (
     ("errors",),
     ("dtypes",),
     ("files",),
+    ("plain",),
     ("table",),
     ("arguments",),
     ("wrappers",),

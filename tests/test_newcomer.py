@@ -15,7 +15,7 @@ from torch import nn
 import dynorm
 from dynorm.cli import main
 from dynorm.errors import CalibrationWarning, DataError, StorageError
-from dynorm.table import NotTheModel
+from dynorm.plain import NotTheModel
 from dynorm.train.distill import DistillationReport
 
 

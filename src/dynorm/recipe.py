@@ -27,8 +27,9 @@ from dynorm.errors import ArgumentError, StorageError
 from dynorm.family import AUTO, NAMES, layer_class
 from dynorm.files import write_text
 from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.plain import Plain
 from dynorm.site import as_strings
-from dynorm.table import Plain, Table
+from dynorm.table import Table
 
 Globs = str | Iterable[str] | None
 PointWise = Literal["dyisru", "dyt", "derf", "linear", "auto"]

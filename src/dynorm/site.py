@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from dynorm.errors import ArgumentError
-from dynorm.table import PlainRecord
+from dynorm.plain import PlainRecord
 
 # Such a site is recovered like any other, so that it can be chosen by its path.
 UNIT_LENGTH = (

@@ -1,16 +1,13 @@
 """The table of every report: printed as text or shown in a page; and values for JSON."""
 
-import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any
 
-JsonObject = dict[str, Any]
-"""An object of JSON: plain values by name."""
 WIDTH = 80
 # Replacements for signs that a console without UTF-8 cannot print.
 _ASCII = str.maketrans(
@@ -25,11 +22,6 @@ _ASCII = str.maketrans(
         "β": "beta",
         "α": "alpha",
     }
-)
-
-_NOT_THE_MODEL = (
-    ": this is a report and not the model, which was changed in place; write "
-    "`report = dynorm.convert_model(model, batches)`, and go on with `model`"
 )
 
 
@@ -172,47 +164,3 @@ def shortened(texts: Sequence[str], width: int) -> list[str]:
             short = f"{short[: width - 8]}..{short[-6:]}"
         results.append(short)
     return results
-
-
-class NotTheModel:
-    """A result that says what it is if it is used as the model that was changed in place."""
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            message = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if not name.startswith("_"):
-                message += _NOT_THE_MODEL
-            raise AttributeError(message)
-
-        def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-            """Say that a report cannot be called as the model."""
-            raise TypeError(f"{type(self).__name__!r} object is not callable{_NOT_THE_MODEL}")
-
-
-class PlainRecord:
-    """A dataclass that converts itself to plain values."""
-
-    def to_dict(self) -> JsonObject:
-        """Return the fields as plain values for JSON."""
-        values: dict[str, object] = plain(asdict(cast("Any", self)))
-        return values
-
-
-class Plain(NotTheModel, PlainRecord):
-    """A report that converts itself to plain values."""
-
-
-def plain(value: object) -> Any:
-    """Return a value for JSON: numbers that are not finite become None, other types their text."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return None
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    return str(value)

@@ -22,6 +22,7 @@ from dynorm.fit.site_fit import SiteChoice
 from dynorm.fit.witnesses import GOLDEN, Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
 from dynorm.layers import PointwiseNorm
+from dynorm.plain import Plain
 from dynorm.ranks import BATCH, OVER, Ranks
 from dynorm.recipe import Recipe
 from dynorm.replace.converted import (
@@ -32,7 +33,7 @@ from dynorm.replace.converted import (
 )
 from dynorm.replace.original import Outputs
 from dynorm.replace.swap import swap_
-from dynorm.table import Column, Plain, Table
+from dynorm.table import Column, Table
 
 Fits = dict[PointwiseNorm, SiteChoice]
 # At most this many batches go through the model side by side, and no further one is started once

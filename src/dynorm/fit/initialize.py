@@ -15,9 +15,10 @@ from dynorm.guard import (
     undisturbed,
 )
 from dynorm.layers import PointwiseNorm
+from dynorm.plain import Plain
 from dynorm.ranks import Ranks
 from dynorm.replace.converted import require_layers
-from dynorm.table import Column, Plain, Table
+from dynorm.table import Column, Table
 
 # The sum of the witnesses counts as at least this part of beta for each channel: if they are always
 # 0, no gain would give them their share.

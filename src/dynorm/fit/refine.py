@@ -21,6 +21,7 @@ from dynorm.guard import (
     undisturbed,
 )
 from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.plain import Plain
 from dynorm.ranks import BATCH, Ranks
 from dynorm.recipe import Recipe
 from dynorm.replace.converted import (
@@ -30,7 +31,7 @@ from dynorm.replace.converted import (
     warn_of_defaults,
 )
 from dynorm.replace.original import Outputs, norm_outputs, recorded
-from dynorm.table import Plain, Table
+from dynorm.table import Table
 
 # The error is measured on this number of a list's batches, or on as many as the steps use.
 _MEASURED = 32

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from dynorm.table import Plain, PlainRecord, Table
+from dynorm.plain import Plain, PlainRecord
+from dynorm.table import Table
 
 FOLDED, PARTLY, REFUSED = "folded", "partly folded", "refused"
 NOTHING, OFF = "nothing to fold", "off"

@@ -16,10 +16,10 @@ from dynorm import version
 from dynorm.errors import ArgumentError, ModelError, StorageError, listed
 from dynorm.family import LAYERS, NAMES
 from dynorm.layers import PointwiseNorm
+from dynorm.plain import JsonObject
 from dynorm.replace.converted import dynorm_layers
 from dynorm.replace.edits import edits_of, is_changed
 from dynorm.replace.specs import LayerSpec, specs_of
-from dynorm.table import JsonObject
 from dynorm.wrappers import plain_modules
 
 FORMAT_VERSION = 1

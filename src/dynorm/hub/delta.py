@@ -15,10 +15,10 @@ from dynorm.errors import ArgumentError, ModelError, StorageError, listed
 from dynorm.guard import unchanged_on_error
 from dynorm.hub import contents
 from dynorm.layers.rmsnorm import RMSNorm
+from dynorm.plain import JsonObject
 from dynorm.replace.converted import dynorm_layers, is_ours, replaced_by
 from dynorm.replace.specs import apply_specs_
 from dynorm.replace.weights import changed_weights, checksums, differs
-from dynorm.table import JsonObject
 from dynorm.wrappers import plain_modules, unwrapped
 
 CONFIG = "dynorm_delta.json"

@@ -11,7 +11,7 @@ from torch import Tensor
 from dynorm.errors import DataError
 from dynorm.jobs.checkpoint import Batches, Pretrained, encode, in_batches
 from dynorm.jobs.images import Crop
-from dynorm.table import JsonObject
+from dynorm.plain import JsonObject
 
 # Samples made of each image to fit on: the whole image, and squares of it.
 CROPS = 16

@@ -30,6 +30,7 @@ from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import Inputs, image_inputs, text_inputs
 from dynorm.jobs.means import fold_means_
 from dynorm.jobs.texts import read_texts, split_texts, standard_library_docstrings
+from dynorm.plain import JsonObject
 from dynorm.ranks import Ranks
 from dynorm.recipe import REST, Recipe
 from dynorm.replace.convert import ConversionReport, convert_sites_
@@ -39,7 +40,6 @@ from dynorm.report.conversion import compare
 from dynorm.report.cost import costs
 from dynorm.report.records import Continuation
 from dynorm.site import as_strings
-from dynorm.table import JsonObject
 from dynorm.train.distill import FEW, distill_
 
 Paths = Sequence[str | Path]

@@ -20,10 +20,10 @@ from dynorm.fold import fold_
 from dynorm.fold.check import relative_error
 from dynorm.fold.report import FOLDED, PARTLY
 from dynorm.guard import in_eval_mode, undisturbed
+from dynorm.plain import PlainRecord
 from dynorm.recipe import Recipe
 from dynorm.replace.convert import selected_options
 from dynorm.stream.tensors import tensors_in
-from dynorm.table import PlainRecord
 
 # The relative error of the outputs that a fold may cause, in float32 and in a half.
 _TOLERANCE = 1e-3

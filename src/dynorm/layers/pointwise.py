@@ -282,12 +282,16 @@ class PointwiseNorm(nn.Module):
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the function of ``x``, whose sizes are checked, by a kernel if one serves."""
         parameters = self._kernel_parameters()
-        y = None
-        if not self.witness_channels and isinstance(self.dim, int):
-            moved = x if self.dim == -1 else x.movedim(self.dim, -1)
-            y = kernels.pointwise(self.kernel, moved, parameters, self.scale, self.logarithmic)
-            if y is not None and self.dim != -1:
-                y = y.movedim(-1, self.dim)
+        y = kernels.pointwise(
+            self.kernel,
+            x,
+            parameters,
+            self.scale,
+            self.normalized_shape,
+            self.dim,
+            self.logarithmic,
+            self.witness_channels,
+        )
         if y is None:
             return self.form(self.scale).definition(x, parameters, self.dim, self.witnesses)
         return y

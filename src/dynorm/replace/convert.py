@@ -16,13 +16,14 @@ from dynorm.find.recover import affine_of
 from dynorm.find.tokens import named_tensors
 from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
+from dynorm.plain import Plain
 from dynorm.recipe import REST, LayerOptions, Recipe, Selection, Sites, Target
 from dynorm.recipe import Globs as Globs
 from dynorm.replace.converted import Replaced, dynorm_layers, is_ours, replaced_by
 from dynorm.replace.swap import original_, swap_, take_over_, tensor_like
 from dynorm.replace.weights import forget_weights_, remember_weights_
 from dynorm.site import UNIT_LENGTH, NormSite, as_strings, require_matches, select_sites
-from dynorm.table import Plain, Table
+from dynorm.table import Table
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from typing import ClassVar
 
 from dynorm.family import FAMILY
 from dynorm.files import write_text
+from dynorm.plain import JsonObject, NotTheModel, plain
 from dynorm.report.advice import about_sites, about_steps
 from dynorm.report.columns import CONVERSION, INSPECTION, SiteColumn, constant
 from dynorm.report.output import OutputReport
 from dynorm.report.rendering import digits, rendered, table_html, wins
 from dynorm.report.sizes import TokenSizes
 from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
-from dynorm.table import WIDTH, JsonObject, NotTheModel, Table, plain
+from dynorm.table import WIDTH, Table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from dynorm.family import FAMILY
+from dynorm.plain import plain
 from dynorm.report.colours import css_colors
 from dynorm.report.pictures import svg_curve, svg_picture
 from dynorm.report.stats import FUNCTIONS
-from dynorm.table import Table, plain
+from dynorm.table import Table
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -23,10 +23,11 @@ from dynorm.fit.refine import unexplained_share
 from dynorm.layers import AnnealedNorm
 from dynorm.layers.pointwise import gathered
 from dynorm.outputs import output_tensor, sample_vectors
+from dynorm.plain import Plain
 from dynorm.ranks import BATCH, Ranks
 from dynorm.recipe import Recipe
 from dynorm.replace.converted import require_layers
-from dynorm.table import Plain, Table
+from dynorm.table import Table
 from dynorm.train.objective import Distillation, Loss, largest_tensor
 
 # Logits per chunk of the loss: they stay in the cache of a CPU core.

@@ -13,7 +13,7 @@ from dynorm.paper.proof.exact import Verdict, decide
 from dynorm.paper.proof.numbers import Measured, autograd_error, measure, tokens_for
 from dynorm.paper.proof.statement import Statement, Step
 from dynorm.paper.proof.statements import STATEMENTS
-from dynorm.table import plain
+from dynorm.plain import plain
 
 # Larger differences from dynorm's float64 are not rounding.
 _ROUNDING = 1e-11
