@@ -1,9 +1,9 @@
 """Measure the figures of docs/deploy.md, and write its tables: ``python -m benchmarks.deploy``.
 
-It takes about an hour on one core. Each part is written to benchmarks/results/deploy.json as soon
-as it is measured: the code that Inductor generates, the kinds of export, the dtypes of onnxruntime,
-and int8 on three models, two of which ``make models`` installs. ``--only code int8`` measures only
-these parts, and ``--only`` without a name measures none. The tables are always written.
+It takes about half an hour on one core. Each part is written to benchmarks/results/deploy.json as
+soon as it is measured: the code that Inductor generates, the kinds of export and the dtypes of
+onnxruntime. ``--only code dtypes`` measures only these parts, and ``--only`` without a name measures
+none. The tables are always written.
 """
 
 from __future__ import annotations
@@ -87,34 +87,10 @@ def parity() -> Any:
     return parity()
 
 
-def int8() -> Any:
-    """Measure int8 on all-MiniLM-L6-v2."""
-    from benchmarks.int8 import study
-
-    return study()
-
-
-def decoder() -> Any:
-    """Measure int8 on a decoder."""
-    from benchmarks.int8_models import decoder
-
-    return decoder()
-
-
-def images() -> Any:
-    """Measure int8 on a model of images."""
-    from benchmarks.int8_models import images
-
-    return images()
-
-
 PARTS: dict[str, Callable[[], Any]] = {
     "code": code,
     "parity": parity,
     "dtypes": dtypes,
-    "int8": int8,
-    "decoder": decoder,
-    "images": images,
 }
 
 
@@ -130,9 +106,6 @@ def answers_table() -> str:
     document = load()
     code_of_bert = document["code"]["models"]["bert"]
     errors = [row["error"] for row in document["parity"] if "error" in row]
-    encoder = {row["way"]: f"{row['cosine']:.4f}" for row in document["int8"]["rows"]}
-    decoder = _after_norms(document["decoder"]["rows"])
-    images = _after_norms(document["images"]["rows"])
     lines = ["| measured | result |", "|---|---|"]
 
     def add(name: str, result: str) -> None:
@@ -144,16 +117,6 @@ def answers_table() -> str:
     add("exported models, largest error", f"{max(errors):.1e}")
     nodes = _onnx_nodes(document["parity"], "bert", "norms_and_reductions")
     add("ONNX graph of BERT, LayerNormalization and Reduce", nodes)
-    static = encoder["data, least and largest, one scale per channel"]
-    add("int8 encoder, static scales per channel, cosine", static)
-    dynamic = encoder["dynamic, one scale per token"]
-    add("int8 encoder, dynamic scales per token, cosine", dynamic)
-    ways = {"static, power 0.75": "static", "dynamic": "dynamic"}
-    for way, words in ways.items():
-        divergence = decoder[way]["docstrings"]["kl"]
-        add(f"int8 decoder, {words}, divergence on docstrings in nats", f"{divergence:.4f}")
-    for way, words in ways.items():
-        add(f"int8 images, {words}, worst cosine", f"{images[way]['worst']:.4f}")
     return "\n".join(lines)
 
 
@@ -169,11 +132,6 @@ def _onnx_nodes(rows: list[Row], kind: str, name: str) -> str:
         if row["model"] == kind and "onnx" in row:
             counts[row["onnx"]] = row[name]
     return f"{counts['before']} → {counts['after']}"
-
-
-def _after_norms(rows: list[Row]) -> dict[str, Row]:
-    """Return the rows of the linear layers after a norm, by their way."""
-    return {row["way"]: row for row in rows if row["linears"] == "after a norm"}
 
 
 def code_table() -> str:
@@ -252,74 +210,12 @@ def dtype_table() -> str:
     return "\n".join(lines)
 
 
-def int8_table() -> str:
-    """Return one row per way to choose the scales."""
-    lines = ["| activations' scales | mean cosine | worst |", "|---|---|---|"]
-    for row in load()["int8"]["rows"]:
-        lines.append(f"| {row['way']} | {row['cosine']:.4f} | {row['worst']:.3f} |")
-    return "\n".join(lines)
-
-
-def bound_table() -> str:
-    """Return one row per layer: its bound, and its outputs on the texts."""
-    lines = [
-        "| layer | bound | largest seen | 0.999 quantile | root mean square | bound / largest, "
-        "median channel |",
-        "|---|---|---|---|---|---|",
-    ]
-    names = ("bound", "largest", "quantile_0.999", "root_mean_square", "median_channel_ratio")
-    for row in load()["int8"]["layers"]:
-        cells = [f"`{row['path']}`"]
-        for name in names:
-            digits = 0 if row[name] >= 100 else 1
-            cells.append(f"{row[name]:.{digits}f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def decoder_table() -> str:
-    """Return one row per way: the loss above the converted model's on two kinds of text."""
-    document = load()["decoder"]
-    lines = [
-        "| linear layers in int8 | activations | docstrings: loss | KL | reference: loss | KL |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in ("original", "converted"):
-        losses = document[f"loss_{name}"]
-        lines.append(
-            f"| none: {name}, float32 | | {losses['docstrings']:.4f} | | {losses['reference']:.4f} "
-            "| |"
-        )
-    for row in document["rows"]:
-        cells = [f"{row['linears']}: {row['count']}", row["way"]]
-        for kind in ("docstrings", "reference"):
-            cells.append(f"{row[kind]['loss']:+.4f}")
-            cells.append(f"{row[kind]['kl']:.4f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def image_table() -> str:
-    """Return one row per way: how near the class tokens stay."""
-    lines = ["| linear layers in int8 | activations | mean cosine | worst |", "|---|---|---|---|"]
-    for row in load()["images"]["rows"]:
-        lines.append(
-            f"| {row['linears']}: {row['count']} | {row['way']} | {row['cosine']:.5f} | "
-            f"{row['worst']:.4f} |"
-        )
-    return "\n".join(lines)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "answers": answers_table,
     "code": code_table,
     "excerpt": code_excerpt,
     "parity": parity_table,
     "dtypes": dtype_table,
-    "int8": int8_table,
-    "bounds": bound_table,
-    "decoder": decoder_table,
-    "images": image_table,
 }
 
 

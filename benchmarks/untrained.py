@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dynorm.jobs.audio import find_audio
+from dynorm.jobs.speech import Listener
 from torch import nn
 
 import dynorm
@@ -24,13 +26,11 @@ from benchmarks.distillation import reference
 from benchmarks.draws import CHECKED, LENGTH, MEASURED, Decoder
 from benchmarks.speech import agreement
 from benchmarks.subjects import BATCH, REFINE, Batches, Row, add_rows, calibrate, encoder
-from dynorm.jobs.audio import find_audio
 from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
 from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import Inputs, audio_inputs, image_inputs
 from dynorm.jobs.job import CALIBRATION_BLOCKS
 from dynorm.jobs.means import fold_means_
-from dynorm.jobs.speech import Listener
 from dynorm.jobs.texts import split_audio, split_texts
 from dynorm.recipe import AUDIO, ENCODER, IMAGES, Defaults, Recipe
 from dynorm.report.conversion import compare

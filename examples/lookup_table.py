@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import dynorm
-from dynorm.quantize import observed_ranges, output_range, static_scale
 
 CHANNELS = 64
 
@@ -34,9 +33,12 @@ class Quantizer:
         return (codes - self.zero.float()) * self.scale
 
 
-def quantizer_for(low: Tensor, high: Tensor) -> Quantizer:
-    """Return a quantizer for numbers from ``low`` to ``high``, given for each channel."""
-    scale, zero = static_scale(low.min(), high.max())
+def quantizer_for(values: Tensor) -> Quantizer:
+    """Return a quantizer for numbers in the range of some values, and 0."""
+    low = values.min().clamp_max(0)
+    high = values.max().clamp_min(0)
+    scale = (high - low) / 255
+    zero = (-128 - low / scale).round()
     return Quantizer(scale, zero)
 
 
@@ -48,14 +50,12 @@ def main() -> None:
     batches = [torch.randn(16, CHANNELS) for _ in range(8)]
     dynorm.init_from_batch_(model, batches[0])
 
-    ranges = observed_ranges(model, batches, inputs_of=["0"])
-    inputs = quantizer_for(*ranges["0"])
-    outputs = quantizer_for(*output_range(layer))
-
+    inputs = quantizer_for(torch.cat(batches))
     # Entry q + 128 is the output code of the input code q.
     every_input = inputs.dequantize(torch.arange(-128, 128))
     with torch.no_grad():
         every_output = layer(every_input[:, None].expand(256, CHANNELS))[:, 0]
+    outputs = quantizer_for(every_output)
     table = outputs.quantize(every_output)
     print(f"the table of a layer with {CHANNELS} channels: {table.nbytes} bytes")
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.hub import as_stock
-from dynorm.quantize.int8 import find_readers
 
 WIDTH = 8
 
@@ -77,13 +76,6 @@ def test_find_norms_and_fold(example: str) -> None:
     report = dynorm.fold_(model, *args, **kwargs)
     assert report.count("affine") == 1
     torch.testing.assert_close(model(**inputs()), expected)
-
-
-@every_example
-def test_find_readers(example: str) -> None:
-    args, kwargs = EXAMPLES[example]()
-    (reader,) = find_readers(converted(), *args, **kwargs)
-    assert (reader.linear, reader.layer) == ("head", "norm")
 
 
 def test_a_model_may_take_a_dict_itself() -> None:

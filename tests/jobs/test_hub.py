@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import BertConfig, BertModel
 
-from dynorm.errors import DynormError, ModelError, StorageError
+from dynorm.errors import ModelError, StorageError
 from dynorm.jobs.checkpoint import load_pretrained
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.fold import fold_pretrained

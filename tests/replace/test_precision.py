@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import dynorm
 from dynorm.errors import ArgumentError
 from dynorm.fold import fold_
-from dynorm.quantize import output_range
 
 C = 16
 CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -177,7 +176,7 @@ def test_one_plus_w_is_one_more_than_the_weight(to: str) -> None:
     assert torch.equal(layer.weight.grad, plain.weight.grad.bfloat16())
 
 
-def test_calibration_folding_and_ranges_know_the_offset() -> None:
+def test_calibration_and_folding_know_the_offset() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(C, C), LikeGemma(), nn.Linear(C, C)).eval()
     wanted = model(tokens())
@@ -185,12 +184,6 @@ def test_calibration_folding_and_ranges_know_the_offset() -> None:
     dynorm.calibrate_(model, [tokens()])
     after = model(tokens())
     assert (after - wanted).norm() < 0.4 * wanted.norm()
-    low, high = output_range(model[1])
-    outputs = model[1](model[0](tokens()))
-    assert bool((outputs <= high).all() and (outputs >= low).all())
-    assert float(high.max()) == pytest.approx(
-        model[1].scale * float(model[1].factor().detach().abs().max()), rel=1e-6
-    )
     fold_(model, tokens())
     assert model[1].weight is None
     torch.testing.assert_close(model(tokens()), after, atol=1e-4, rtol=1e-4)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm.quantize import find_readers, observed_ranges
 
 C = 12
 
@@ -50,8 +49,6 @@ VERBS: dict[str, Callable[[Any], object]] = {
     "measure": lambda batch: dynorm.measure(built(), [batch]),
     "init_from_batch_": lambda batch: dynorm.init_from_batch_(built(), batch),
     "fold_": lambda batch: dynorm.fold_(built(), **example_of(batch)),
-    "find_readers": lambda batch: find_readers(built(), **example_of(batch)),
-    "observed_ranges": lambda batch: observed_ranges(built(), [batch]),
     "distill_": lambda batch: dynorm.distill_(built(), [batch], steps=1, lr=1e-4, quiet=True),
 }
 

@@ -2,7 +2,6 @@
 
 from wrapt import register_post_import_hook
 
-from dynorm.hub.adapters import PEFT_MODEL, check_adapters
 from dynorm.hub.api import (
     MODELING,
     QUANTIZERS,
@@ -23,5 +22,4 @@ __all__ = ["as_stock", "load", "save"]
 register_post_import_hook(register_quantizer, QUANTIZERS)
 register_post_import_hook(register_with_transformers, MODELING)
 register_post_import_hook(leave_out_of_decay, PARAMETER_NAMES)
-register_post_import_hook(check_adapters, PEFT_MODEL)
 register_post_import_hook(name_as_norms, NORM_CLASSES)

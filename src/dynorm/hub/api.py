@@ -14,9 +14,6 @@ from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.files import replaced_directory
 from dynorm.guard import require_plain_model
 from dynorm.hub.contents import contents_of
-from dynorm.hub.delta import CONFIG as DELTA
-from dynorm.hub.delta import read_delta, write_delta
-from dynorm.hub.online import downloaded, is_hub_name, require_hub_name, upload
 from dynorm.hub.plain import CONFIG, read_plain, write_plain
 from dynorm.replace.converted import warn_of_defaults
 from dynorm.wrappers import unwrapped
@@ -32,8 +29,6 @@ def save(
     *,
     overwrite: bool = False,
     remote_code: bool = False,
-    base: str | None = None,
-    push_to_hub: str | None = None,
 ) -> None:
     """Save a converted model: its weights, and its point-wise layers with their paths; no pickle.
 
@@ -46,8 +41,6 @@ def save(
     left out: the directory loads into the model without them, or with others.
     With ``remote_code`` a transformers model loads without dynorm too: the directory gets a file of
     plain torch layers, and ``from_pretrained`` needs ``trust_remote_code=True``.
-    With ``base``, the model that was converted, only the layers are written, which is enough if
-    nothing else was trained: a small directory, to share as adapters are shared.
     Shared tensors stay shared. Buffers that are not persistent are not saved, nor are the original
     norms: a loaded model cannot be restored.
 
@@ -58,19 +51,13 @@ def save(
             tokenizer's, are kept.
         remote_code: write the code of the layers too, for programs that do not import dynorm.
             ``dynorm.load`` does not load such a directory.
-        base: the folder or hub name of the model before its conversion, with "@revision" if it is
-            not the main one. The directory then has the layers and checksums of the other weights.
-        push_to_hub: the name of a repository, such as "user/model", to upload the directory to, with
-            every file that is in it. If there is none, it is created, public or private as the
-            hub's settings say.
 
     Raises:
         ArgumentError: ``model`` is not a module.
         ModelError: it has no point-wise layer, is wrapped in FSDP, sharded or on the meta device,
             is quantized too, or holds state that is not a tensor. With ``remote_code``: its class is
-            not one of transformers', it has several dtypes, or layers that are still annealed. With
-            ``base``: other weights changed since ``convert_``, or the model was folded.
-        StorageError: the directory exists, or cannot be written or uploaded.
+            not one of transformers', it has several dtypes, or layers that are still annealed.
+        StorageError: the directory exists, or cannot be written.
 
     Warns:
         CalibrationWarning: layers have default constants.
@@ -90,19 +77,13 @@ def save(
     contents = contents_of(model)
     warn_of_defaults(model)
     pretrained = getattr(sys.modules.get(MODELING), "PreTrainedModel", None)
-    if push_to_hub is not None:
-        require_hub_name(push_to_hub)
-    if remote_code and base is not None:
-        raise ArgumentError("give either remote_code or base: a change of a base has no code")
     if remote_code and (pretrained is None or not isinstance(model, pretrained)):
         raise ModelError(
             f"a model to save with code must be one of transformers', got {type(model).__name__}"
             ": save it without remote_code"
         )
     with replaced_directory(directory, overwrite=overwrite) as folder:
-        if base is not None:
-            write_delta(model, contents, folder, base)
-        elif remote_code:
+        if remote_code:
             _with_transformers()
             importlib.import_module("dynorm.hub.code").write_with_code(model, contents, folder)
         elif pretrained is not None and isinstance(model, pretrained):
@@ -110,16 +91,11 @@ def save(
             model.save_pretrained(folder)
         else:
             write_plain(model, contents, folder)
-    if push_to_hub is not None:
-        upload(directory, push_to_hub)
 
 
-def load(
-    directory: str | os.PathLike[str],
-    model: nn.Module | None = None,
-    *,
-    revision: str | None = None,
-) -> nn.Module:
+# Parameters that are made in inference mode can never be trained.
+@torch.inference_mode(False)
+def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """Load a directory of :func:`save`, in eval mode, with bit-equal tensors.
 
     The outputs are bit-equal too if the tensors of both models are aligned as torch aligns them.
@@ -129,15 +105,14 @@ def load(
     A transformers model is loaded on the CPU, in the class that config.json names, from the
     directory only. For any other model, build it as it was before its conversion and pass it: its
     norms are replaced, and its tensors filled, in the saved dtypes and on their device. Files
-    cannot make dynorm import code. A directory that was saved with ``base`` is put into the base
-    model, whose weights are checked; it is loaded by its name, or passed.
+    cannot make dynorm import code.
 
     Args:
-        directory: a local directory, or the name of a model on the hub.
+        directory: a local directory. (``hf download user/model --local-dir DIR`` fetches one from
+            the hub.)
         model: for a plain torch model, an unconverted instance of its class, changed in place; meta
             tensors become tensors on the CPU. Its parameters keep their ``requires_grad``, a
             point-wise layer that of its norm.
-        revision: the branch, tag or commit of a model on the hub.
 
     Returns:
         The model; for a plain torch model, the one that was passed.
@@ -163,30 +138,12 @@ def load(
         >>> torch.equal(loaded(x), model(x))
         True
     """
-    if is_hub_name(directory):
-        folder = downloaded(str(directory), revision)
-    else:
-        folder = Path(directory)
+    folder = Path(directory)
     if not folder.is_dir():
         raise StorageError(
-            f"{folder} must be a directory that dynorm.save wrote, or the name of a model on the hub, "
-            "such as user/model, but there is no such directory"
+            f"{folder} must be a directory that dynorm.save wrote, but there is no such directory: "
+            "download a model of the hub with `hf download` first"
         )
-    before = folder.stat()
-    try:
-        return _read(folder, model)
-    except StorageError:
-        # Another process put a new model there, so that old and new files were read together.
-        if not folder.exists() or os.path.samestat(folder.stat(), before):
-            raise
-        return _read(folder, model)
-
-
-# Parameters that are made in inference mode can never be trained.
-@torch.inference_mode(False)
-def _read(folder: Path, model: nn.Module | None) -> nn.Module:
-    if (folder / DELTA).exists():
-        return read_delta(folder, model)
     if (folder / CONFIG).exists():
         return read_plain(folder, model)
     if not (folder / _TRANSFORMERS_CONFIG).exists():

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, DataError, StorageError, listed, readable, require_library
-from dynorm.hub.online import downloaded, is_hub_name
 from dynorm.jobs.write import WEIGHTS
 from dynorm.recipe import KINDS
 from dynorm.site import any_match
@@ -98,13 +97,16 @@ def local_source(source: str | Path) -> Path:
     if isinstance(source, Path) or Path(source).exists():
         return Path(source)
     name, _, revision = source.partition("@")
-    if not is_hub_name(name):
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         return Path(source)
     try:
-        return downloaded(name, revision or None)
-    except StorageError as error:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision or None))
+    # The library has many errors, for a missing repository, a missing network and others.
+    except Exception as error:
         # Its messages have several lines.
-        reason = " ".join(str(error.__cause__).split())
+        reason = " ".join(str(error).split())
         folder = Path(name).name
         option = f" --revision {revision}" if revision else ""
         raise StorageError(
