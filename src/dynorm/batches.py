@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import math
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
@@ -202,23 +201,19 @@ def token_masks(batch: Batch) -> list[Tensor]:
     return masks
 
 
-def valid_tokens(
-    shape: torch.Size,
-    dims: tuple[int, ...],
-    masks: list[Tensor],
-) -> Tensor | None:
+def valid_tokens(shape: torch.Size, dim: int, masks: list[Tensor]) -> Tensor | None:
     """Return which tokens of an input are not padding, flat, or None if no mask fits its ``shape``.
 
-    A mask (B, T) fits an input whose axes, without the channels ``dims``, are (B, T), (T, B), (B,
+    A mask (B, T) fits an input whose axes, without the channels ``dim``, are (B, T), (T, B), (B,
     T, H), (B, H, T), (B * T) or (B * T, H). If sizes agree by chance, so that several masks or axes
     fit, a token counts only if it counts for each of them: that may leave out a token, but never
     includes padding.
     """
-    channel_axes = {dim % len(shape) for dim in dims}
-    sizes = tuple(size for axis, size in enumerate(shape) if axis not in channel_axes)
+    sizes = list(shape)
+    del sizes[dim]
     layouts = []
     for mask in masks:
-        for layout in _layouts(sizes, mask):
+        for layout in _layouts(tuple(sizes), mask):
             layouts.append(layout.expand(sizes).flatten())
     if not layouts:
         return None
@@ -227,10 +222,9 @@ def valid_tokens(
 
 def site_tokens(site: PointwiseNorm | NormSite, x: Tensor, masks: list[Tensor]) -> Tensor:
     """Return a norm's input or output as (tokens, C), without padding, in float32 or float64."""
-    count = len(site.dims)
-    last = torch.movedim(x, site.dims, tuple(range(-count, 0)))
-    tokens = upcast(last.reshape(-1, math.prod(last.shape[-count:])))
-    valid = valid_tokens(x.shape, site.dims, masks)
+    last = x.movedim(site.dim, -1)
+    tokens = upcast(last.reshape(-1, last.shape[-1]))
+    valid = valid_tokens(x.shape, site.dim, masks)
     if valid is None:
         return tokens
     return tokens[valid.to(tokens.device)]

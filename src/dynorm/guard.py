@@ -235,6 +235,17 @@ def require_plain_model(model: nn.Module, *, wrapped: bool = False) -> None:
             raise ModelError(
                 f"{place} must be a plain module, but is compiled: call .compile() afterwards"
             )
+    require_values(model)
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        # By name, because DTensor is slow to import; no other tensor has this name.
+        if type(tensor).__name__ == "DTensor":
+            raise ModelError(
+                f"the model's tensors must be whole, but {name!r} is a DTensor: shard it afterwards"
+            )
+
+
+def require_values(model: nn.Module) -> None:
+    """Refuse a model with tensors whose values are elsewhere, or not there yet."""
     require_gathered(model)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
@@ -242,16 +253,17 @@ def require_plain_model(model: nn.Module, *, wrapped: bool = False) -> None:
                 f"the model's tensors must hold values, but {name!r} is lazy: run the model once "
                 "first"
             )
-        if tensor.is_meta:
-            raise ModelError(
-                f"the model's tensors must hold values, but {name!r} is on the meta device: "
-                "call model.to_empty(device=...) and load its weights first"
+        if not tensor.is_meta:
+            continue
+        remedy = "call model.to_empty(device=...) and load its weights first"
+        if any(hasattr(module, "_hf_hook") for module in model.modules()):
+            remedy = (
+                "accelerate has offloaded it: load the model without offloading, or spread it over "
+                "devices that hold all of it"
             )
-        # By name, because DTensor is slow to import; no other tensor has this name.
-        if type(tensor).__name__ == "DTensor":
-            raise ModelError(
-                f"the model's tensors must be whole, but {name!r} is a DTensor: shard it afterwards"
-            )
+        raise ModelError(
+            f"the model's tensors must hold values, but {name!r} is on the meta device: {remedy}"
+        )
 
 
 def require_trainable(module: nn.Module, path: str = "") -> None:

@@ -10,10 +10,8 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
-from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, TypedDict
 
 from torch import nn
 
@@ -24,22 +22,16 @@ from dynorm.arguments import (
     check_share,
 )
 from dynorm.errors import ArgumentError, StorageError
-from dynorm.family import AUTO, NAMES, layer_class
+from dynorm.family import NAMES
 from dynorm.files import write_text
-from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.plain import Plain
+from dynorm.replace.options import LayerOptions, Target, options_by_glob, require_known
 from dynorm.site import as_strings
 from dynorm.table import Table
 
 Globs = str | Iterable[str] | None
-PointWise = Literal["dyisru", "dyt", "derf", "linear", "auto"]
+PointWise = Literal["dyisru", "dyt", "derf", "linear"]
 """The layers that ``dynorm convert`` puts in the place of norms."""
-Target = (
-    PointWise
-    | Literal["annealed", "annealed_dyt", "annealed_derf", "annealed_linear"]
-    | type[PointwiseNorm]
-)
-"""The layers that ``convert_`` puts in the place of norms."""
 LAYER: PointWise = "dyisru"
 """The layer that replaces norms by default."""
 KINDS = {
@@ -47,8 +39,6 @@ KINDS = {
     "pixel_values": "images",
 }
 """The kind of samples for each name of a model's main input."""
-REST = "_default"
-"""The key of the options for the norms that no glob matches."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +54,6 @@ ENCODER = Defaults(max_length=128, batch=32, calibration=256)
 """For a text encoder, and for a model that is not a transformers model."""
 IMAGES = Defaults(batch=8, calibration=128)
 LANGUAGE = Defaults(max_length=256, batch=4, calibration=24)
-DEFAULT_WITNESSES = 192
-"""The default number of witnesses of a layer, if that is at most a third of its channels.
-
-With it all-MiniLM-L6-v2, SmolLM2-135M, DINOv2-small and Whisper tiny.en need no training.
-"""
 
 
 def defaults_for(language_model: bool, noun: str = "texts") -> Defaults:
@@ -90,17 +75,8 @@ def defaults_of(model: nn.Module) -> Defaults:
     return defaults_for(generates and main_input in KINDS, noun)
 
 
-class LayerFields(TypedDict, total=False):
-    """The options of a layer that may differ from site to site."""
-
-    to: Target
-    per_channel: bool
-    center: bool
-    witnesses: int | Sequence[int] | None
-
-
-Sites = Mapping[str, LayerFields | None]
-"""Options by the glob of the paths that get them; None leaves these norms unchanged."""
+Sites = Mapping[str, Any]
+"""A layer or options by the glob of the paths that get them; None leaves these norms unchanged."""
 
 
 class ModelFields(TypedDict, total=False):
@@ -213,7 +189,7 @@ class Recipe(Plain):
     skip: Globs = None
     sites: Sites | None = None
     per_channel: bool = False
-    center: bool = True
+    center: bool = False
     witnesses: int | None = None
     fold_means: bool = True
     lean: float = 0.0
@@ -302,8 +278,7 @@ class Recipe(Plain):
                 "sites must be a mapping from globs to options, such as {'*.ln_f': {'to': 'dyt'}}, "
                 f"got {self.sites!r:.60}"
             )
-        for layer in self.layers:
-            layer.check()
+        options_by_glob(self.target, self.base)
         self._check_counts()
         self._check_numbers()
         for name in ("bf16", "keep_on_interrupt", "fold_means"):
@@ -362,21 +337,21 @@ class Recipe(Plain):
     @property
     def base(self) -> LayerOptions:
         """The options for the sites without theirs."""
-        return LayerOptions(self.to, self.per_channel, self.center, self.witnesses)
+        return LayerOptions(self.to, self.per_channel, self.center, self.witnesses or 0)
+
+    @property
+    def target(self) -> Target:
+        """The layers by the globs of the norms, as ``convert_`` takes them."""
+        globs: dict[str, Any] = dict.fromkeys(as_strings(self.skip))
+        globs |= self.sites or {}
+        if self.only is not None:
+            globs |= dict.fromkeys(as_strings(self.only), self.to) | {"*": None}
+        return {"*": self.to} | globs
 
     @property
     def layers(self) -> list[LayerOptions]:
         """The options of all layers that sites may get."""
-        layers = [self.base]
-        for options in (self.sites or {}).values():
-            if options is not None:
-                layers.append(self.base.changed(options))
-        return layers
-
-    @property
-    def selection(self) -> Selection:
-        """The sites to convert, with their options."""
-        return Selection(self.sites or {}, self.base, self.only, self.skip)
+        return [options for options in options_by_glob(self.target, self.base).values() if options]
 
     @property
     def refine_fields(self) -> RefineFields:
@@ -414,113 +389,6 @@ class Recipe(Plain):
         return self.changed(**values)
 
 
-@dataclass(frozen=True)
-class LayerOptions:
-    """The layer for a site, with its options."""
-
-    to: Target = Recipe.to
-    per_channel: bool = Recipe.per_channel
-    center: bool = Recipe.center
-    # How many channels, or their positions; None for the default number.
-    witnesses: int | Sequence[int] | None = Recipe.witnesses
-
-    @property
-    def kind(self) -> type[PointwiseNorm]:
-        """The class of the layer; for "auto" DyISRU."""
-        return layer_class(self.to)
-
-    @property
-    def name(self) -> str:
-        """The name of the layer, or "auto"."""
-        return AUTO if self.is_auto else NAMES[self.kind]
-
-    @property
-    def is_auto(self) -> bool:
-        """Whether ``calibrate_`` chooses the layer."""
-        return self.to == AUTO
-
-    @property
-    def is_annealed(self) -> bool:
-        """Whether the layer is a norm until its annealing ends."""
-        return issubclass(self.kind, AnnealedNorm)
-
-    @property
-    def most_witnesses(self) -> int:
-        """The number of witnesses that ``calibrate_`` may choose, of filled options."""
-        assert self.witnesses is not None
-        if isinstance(self.witnesses, Integral):
-            return int(self.witnesses)
-        return 0
-
-    @property
-    def positions(self) -> Sequence[int]:
-        """The witnesses that were named."""
-        if self.witnesses is None or isinstance(self.witnesses, Integral):
-            return ()
-        assert not isinstance(self.witnesses, int)
-        return self.witnesses
-
-    def changed(self, options: LayerFields) -> LayerOptions:
-        """Return the options with others in place of some; ArgumentError if they are no mapping."""
-        known = [field.name for field in fields(self)]
-        if not isinstance(options, Mapping):
-            raise ArgumentError(
-                f"the options for a glob must be a mapping with {', '.join(known)}, or None to "
-                f"leave the norms, got {options!r}"
-            )
-        require_known(options, known, "a site")
-        return replace(self, **options)
-
-    def check(self) -> None:
-        """Check every value, or raise ArgumentError."""
-        # An unknown layer has no class.
-        _ = self.kind
-        for name in ("per_channel", "center"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ArgumentError(f"{name} must be True or False, got {value!r}")
-        if self.witnesses is None:
-            return
-        is_count = isinstance(self.witnesses, Integral) and not isinstance(self.witnesses, bool)
-        is_list = isinstance(self.witnesses, Iterable) and not isinstance(self.witnesses, str)
-        positions = "" if self.is_auto else ", or their positions"
-        if self.most_witnesses < 0 or not (is_count or (is_list and not self.is_auto)):
-            raise ArgumentError(
-                f"witnesses must be a number of channels, 0 or more{positions}, got "
-                f"{self.witnesses!r}"
-            )
-
-    def filled(self, channels: int) -> LayerOptions:
-        """Return the options for a norm of that many channels, with a number of witnesses.
-
-        An annealed layer, which is a norm that is trained, has none by default.
-        """
-        if self.witnesses is not None:
-            return self
-        if self.is_annealed:
-            return replace(self, witnesses=0)
-        return replace(self, witnesses=min(DEFAULT_WITNESSES, channels // 3))
-
-
-class Selection(NamedTuple):
-    """Which sites get a layer, and with which options."""
-
-    by_glob: Sites
-    base: LayerOptions  # for the sites that no glob matches
-    only: Globs
-    skip: Globs
-
-
-def require_known(values: Iterable[str], known: Sequence[str], owner: str) -> None:
-    """Refuse a name that is not among the known ones, and suggest the nearest."""
-    for name in values:
-        if name in known:
-            continue
-        near = get_close_matches(str(name), known, 1)
-        hint = f"do you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-        raise ArgumentError(f"in {owner} every option must be known, got {name!r}: {hint}")
-
-
 def _named(to: Target) -> Target | str:
     """Return the name of a layer that is given by its class."""
     if isinstance(to, type):
@@ -528,7 +396,7 @@ def _named(to: Target) -> Target | str:
     return to
 
 
-def _plain_options(options: LayerFields | None) -> object:
+def _plain_options(options: Any) -> object:
     """Return a copy of a site's options that holds plain values."""
     if not isinstance(options, Mapping):
         return options

@@ -1,4 +1,4 @@
-"""Sites: the norms of a model, and the selection of some of them."""
+"""Sites: the norms of a model, and globs of their paths."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dynorm.plain import PlainRecord
 # Such a site is recovered like any other, so that it can be chosen by its path.
 UNIT_LENGTH = (
     "unit length: it gives each token one length, on which its readers may rely; "
-    "give its path in only= to convert it"
+    "make its path a key of to= to convert it"
 )
 
 
@@ -25,9 +25,8 @@ class NormSite(PlainRecord):
         aliases: Its other paths, where several parents share the module.
         kind: "layernorm", "rmsnorm", or empty when refused.
         dim: The channel axis: -1 when it is the last one, else counted from the front (1 for
-            channels-first); a tuple of negative axes when several trailing ones are normalized
-            together.
-        normalized_shape: Sizes of these axes, as `torch.nn.LayerNorm` names them.
+            channels-first).
+        normalized_shape: The number of channels, as `torch.nn.LayerNorm` names it: (C,).
         eps: The number added to the variance, or to the mean square, inside the root.
         has_weight: Whether it scales its channels.
         has_bias: Whether it shifts them.
@@ -40,10 +39,8 @@ class NormSite(PlainRecord):
             tensor holds it.
         bias_name: The same for the bias.
         input_shape: Shape of the tensor at the first call.
-        output_dtype: Element type that it returned, such as "float32", if it differs from that of
-            its input; otherwise None.
-        output_rule: How it chooses that type, in the words of the layers' `output_dtype`, such as
-            "input+weight"; None if it returns that of its input.
+        promote: Whether its output has the dtype that input and weight are promoted to, as Llama's;
+            otherwise it has that of the input.
 
     Example:
         >>> site = NormSite("encoder.norm", kind="layernorm", normalized_shape=(768,), eps=1e-5)
@@ -54,7 +51,7 @@ class NormSite(PlainRecord):
     path: str
     aliases: tuple[str, ...] = ()
     kind: str = ""
-    dim: int | tuple[int, ...] = -1
+    dim: int = -1
     normalized_shape: tuple[int, ...] = ()
     eps: float = 0.0
     has_weight: bool = False
@@ -67,19 +64,11 @@ class NormSite(PlainRecord):
     weight_name: str | None = None
     bias_name: str | None = None
     input_shape: tuple[int, ...] = ()
-    output_dtype: str | None = None
-    output_rule: str | None = None
+    promote: bool = False
 
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """Return `dim` as a tuple of axes."""
-        if isinstance(self.dim, int):
-            return (self.dim,)
-        return tuple(self.dim)
-
-    def matches(self, globs: Sequence[str]) -> bool:
-        """Return whether one of its paths, aliases too, matches a glob."""
-        return any_match((self.path, *self.aliases), globs)
+    def matches(self, glob: str) -> bool:
+        """Return whether one of its paths, aliases too, matches a glob; `*` also spans dots."""
+        return any_match((self.path, *self.aliases), [glob])
 
 
 def select_sites(
@@ -87,20 +76,16 @@ def select_sites(
     only: str | Iterable[str] | None = None,
     skip: str | Iterable[str] | None = None,
 ) -> list[NormSite]:
-    """Return the sites that match `only` and do not match `skip`, in their order.
-
-    A glob is compared with every path of a site, aliases too; `*` also spans dots. A refused site
-    is selected like the others and stays refused, so that a report can name it. A glob that matches
-    no site is an ArgumentError.
-    """
+    """Return the sites that match `only` and do not match `skip`, in their order."""
     only_globs = as_strings(only)
     skip_globs = as_strings(skip)
     require_matches(sites, only_globs + skip_globs)
     selected = []
     for site in sites:
-        if only is not None and not site.matches(only_globs):
+        paths = (site.path, *site.aliases)
+        if only is not None and not any_match(paths, only_globs):
             continue
-        if not site.matches(skip_globs):
+        if not any_match(paths, skip_globs):
             selected.append(site)
     return selected
 
@@ -108,7 +93,7 @@ def select_sites(
 def require_matches(sites: Sequence[NormSite], globs: Iterable[str]) -> None:
     """Refuse a glob that matches no site, and name the paths nearest to it."""
     for glob in globs:
-        if any(site.matches([glob]) for site in sites):
+        if any(site.matches(glob) for site in sites):
             continue
         paths = [path for site in sites for path in (site.path, *site.aliases)]
         # A cutoff of 0 also takes paths that have little in common with the glob.

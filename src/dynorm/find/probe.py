@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Hashable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeGuard
 
@@ -14,23 +14,27 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves
 
 from dynorm.batches import Inputs, call_hint, copied_tensors, example_arguments, site_tokens
-from dynorm.dtypes import HALVES, DtypeRule
 from dynorm.errors import DataError
 from dynorm.find.recover import (
+    ANOTHER_DTYPE,
     HALF_TOLERANCE,
     NotANormError,
     affine_of,
     candidate_axes,
-    channel_axes,
     core,
-    depends_on_sign,
     recover,
 )
 from dynorm.find.tokens import named_tensors, plain_arithmetic
-from dynorm.guard import Function, FunctionMode, require_plain_model, undisturbed, writes_of
+from dynorm.guard import (
+    HOOK_TABLES,
+    Function,
+    FunctionMode,
+    require_plain_model,
+    undisturbed,
+    writes_of,
+)
 from dynorm.site import UNIT_LENGTH, NormSite
 
-ANOTHER_TENSOR = "takes another tensor along: gated or adaptive"
 _IN_PLACE = (
     "modifies its input in place: a model that uses the input again, as a residual, would change; "
     "let it compute on a copy, x.clone(), since x.float() copies only other dtypes than float32"
@@ -39,6 +43,11 @@ _PATCHED = (
     "another forward was set on this instance, as Liger-Kernel does, and a replacement would drop "
     "it: undo the patch, or convert first and patch the other modules then"
 )
+_ELSEWHERE = (
+    "the model calls this norm by another reference than its path, such as a list, dict, function "
+    "or helper object that also holds the module: call it by its path, self.norm(x)"
+)
+_ONE_CHANNEL = "one channel: a norm over it keeps no more of the input than its sign"
 
 _FUNCTIONS = {
     functional.layer_norm,
@@ -47,98 +56,6 @@ _FUNCTIONS = {
     torch.native_layer_norm,
     torch.rms_norm,
 }
-
-
-@dataclass
-class Observation:
-    """One module, as a run showed it."""
-
-    module: nn.Module
-    paths: list[str]  # all of them, the first one of ``named_modules`` leading
-    calls: int = 0
-    # How many more calls had an input without elements.
-    without_tokens: int = 0
-    # Why its calls cannot be those of a replaceable norm.
-    problem: str | None = None
-    # Whether a call wrote into its argument.
-    modifies_input: bool = False
-    # The distinct shapes of its input, in order.
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
-    # The dtype of its input at the first call.
-    dtype: torch.dtype = torch.float32
-    # The dtype of its output; that of its input under autocast, which may have chosen the other.
-    output_dtype: torch.dtype = torch.float32
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    autocast: bool = False
-    # Whether the input, the output or autocast was of half precision.
-    rounded: bool = False
-    # The address of its last output, which shows whether another module passes this output on.
-    output_at: int = 0
-    # Some tokens of the first call, in and out, by the axes that may be the channels.
-    samples: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    # The norm functions that its own forward called, one per call.
-    functions: list[str] = field(default_factory=list)
-
-    def is_light(self, shape: tuple[int, ...]) -> bool:
-        """Return whether every parameter could be the scale or shift of a norm, not a matrix."""
-        for parameter in self.module.parameters():
-            if parameter.numel() <= max(shape):
-                continue
-            if parameter.ndim > len(shape):
-                return False
-            # A larger one must broadcast to the input.
-            last = shape[len(shape) - parameter.ndim :]
-            for size, length in zip(parameter.shape, last, strict=True):
-                if size not in (1, length):
-                    return False
-        return True
-
-    def input_of(self, args: tuple[object, ...]) -> "_Input | None":
-        """Return the input of a call that begins, if it may be that of a norm."""
-        x = args[0] if args else None
-        if not _is_plain(x) or not self.is_light(tuple(x.shape)):
-            return None
-        return _Input(x.detach().clone(), writes_of(x))
-
-    def record(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, object],
-        output: Any,
-        before: "_Input | None",
-    ) -> None:
-        """Record one call; ``before`` is its input as it was when the call began."""
-        # An expert that no token was sent to.
-        if args and isinstance(args[0], Tensor) and args[0].numel() == 0:
-            self.without_tokens += 1
-            return
-        self.calls += 1
-        self.output_at = output.data_ptr() if _is_plain(output) else 0
-        self.problem = self.problem or _problem(args, kwargs, output)
-        if self.problem is not None:
-            return
-        x = args[0]
-        shape = tuple(x.shape)
-        if shape not in self.shapes:
-            self.shapes.append(shape)
-        was_modified = before is not None and before.differs_from(x)
-        if was_modified:
-            self.modifies_input = True
-        is_identity = output is x and not was_modified
-        if self.calls > 1 or before is None or is_identity:
-            return
-        self.dtype = x.dtype
-        self.device = x.device
-        self.autocast = torch.is_autocast_enabled(x.device.type)
-        self.output_dtype = x.dtype if self.autocast else output.dtype
-        self.rounded = self.autocast or x.dtype in HALVES or output.dtype in HALVES
-        for axes in candidate_axes(self.module, shape):
-            # All channels, but of every other axis two entries, are enough for the last check.
-            part = tuple(slice(None) if axis in axes else slice(2) for axis in range(x.ndim))
-            # Cloned at once: later parts of the model may write into it.
-            x_part = before.value[part].clone()
-            y_part = output[part].detach().clone()
-            self.samples[axes] = (x_part, y_part)
 
 
 class _Input(NamedTuple):
@@ -155,6 +72,97 @@ class _Input(NamedTuple):
         return not torch.equal(now.nan_to_num(), self.value.nan_to_num())
 
 
+@dataclass
+class Observation:
+    """One module, as a run showed it."""
+
+    module: nn.Module
+    paths: list[str]  # all of them, the first one of ``named_modules`` leading
+    # What stands at its paths during the run; None if that is the module itself.
+    twin: nn.Module | None = None
+    calls: int = 0
+    # How many more calls had an input without elements.
+    without_tokens: int = 0
+    # Why its calls cannot be those of a norm.
+    problem: str | None = None
+    # Why it cannot be replaced even if it is a norm.
+    obstacle: str | None = None
+    # The distinct shapes of its input, in order.
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    # The dtypes of its input and output at the first call.
+    dtype: torch.dtype = torch.float32
+    output_dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    autocast: bool = False
+    # Some tokens of the first call, in and out, by the axis that may hold the channels.
+    samples: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # The norm functions that its own forward called.
+    functions: set[str] = field(default_factory=set)
+
+    @property
+    def rounded(self) -> bool:
+        """Return whether something of the first call was of half precision."""
+        widths = {self.dtype.itemsize, self.output_dtype.itemsize}
+        return self.autocast or min(widths) < 4
+
+    def is_light(self, shape: tuple[int, ...]) -> bool:
+        """Return whether every parameter could be the scale or shift of a norm, not a matrix."""
+        for parameter in self.module.parameters():
+            if parameter.numel() <= max(shape):
+                continue
+            if parameter.ndim > len(shape):
+                return False
+            # A larger one must broadcast to the input.
+            last = shape[len(shape) - parameter.ndim :]
+            for size, length in zip(parameter.shape, last, strict=True):
+                if size not in (1, length):
+                    return False
+        return True
+
+    def input_of(self, args: tuple[object, ...]) -> _Input | None:
+        """Return the input of a call that begins, if it may be that of a norm."""
+        x = args[0] if args else None
+        if not _is_plain(x) or not self.is_light(tuple(x.shape)):
+            return None
+        return _Input(x.detach().clone(), writes_of(x))
+
+    def record(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, object],
+        output: Any,
+        before: _Input | None,
+    ) -> None:
+        """Record one call; ``before`` is its input as it was when the call began."""
+        # An expert that no token was sent to.
+        if args and isinstance(args[0], Tensor) and args[0].numel() == 0:
+            self.without_tokens += 1
+            return
+        self.calls += 1
+        self.problem = self.problem or _problem(args, kwargs, output)
+        if self.problem is not None:
+            return
+        x = args[0]
+        shape = tuple(x.shape)
+        if shape not in self.shapes:
+            self.shapes.append(shape)
+        was_modified = before is not None and before.differs_from(x)
+        if was_modified:
+            self.obstacle = self.obstacle or _IN_PLACE
+        is_identity = output is x and not was_modified
+        if self.calls > 1 or before is None or is_identity:
+            return
+        self.dtype = x.dtype
+        self.output_dtype = output.dtype
+        self.device = x.device
+        self.autocast = torch.is_autocast_enabled(x.device.type)
+        for axis in candidate_axes(self.module, shape):
+            # All channels, but of every other axis two entries, are enough for the last check.
+            part = tuple(slice(None) if k == axis else slice(2) for k in range(x.ndim))
+            # Cloned at once: later parts of the model may write into it.
+            self.samples[axis] = (before.value[part].clone(), output[part].detach().clone())
+
+
 def _problem(
     args: tuple[object, ...],
     kwargs: dict[str, object],
@@ -162,7 +170,7 @@ def _problem(
 ) -> str | None:
     extras = (*args[1:], *kwargs.values())
     if args and any(isinstance(leaf, Tensor) for leaf in tree_leaves(extras)):
-        return ANOTHER_TENSOR
+        return "takes another tensor along: gated or adaptive"
     if extras or not args:
         return "other arguments: a point-wise layer takes one tensor, by position"
     x = args[0]
@@ -179,46 +187,87 @@ def _is_plain(value: object) -> TypeGuard[Tensor]:
     return value.is_floating_point() and value.ndim > 0 and value.numel() > 0
 
 
-class _CallStack:
-    """The module calls that are running, the innermost last, each with its input if it matters."""
+class _Run(FunctionMode):
+    """The observations of one run of a model, kept by hooks on its modules."""
 
-    def __init__(self, observations: dict[int, Observation]) -> None:
-        self._observations = observations
-        self._calls: list[tuple[Observation | None, _Input | None]] = []
+    def __init__(self, observations: list[Observation]) -> None:
+        super().__init__()
+        self._by_id: dict[int, Observation] = {}
+        for seen in observations:
+            self._by_id[id(seen.module)] = seen
+            if seen.twin is not None:
+                self._by_id[id(seen.twin)] = seen
+        # The module calls that are running, the innermost last, each with its input if it matters.
+        self._running: list[tuple[Observation | None, _Input | None]] = []
+        # By the id of the module, in the order in which they returned.
+        self.called: dict[int, Observation] = {}
 
     def enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Note that a call begins."""
-        seen = self._observations.get(id(module))
-        self._calls.append((seen, None if seen is None else seen.input_of(args)))
+        seen = self._by_id.get(id(module))
+        before = None
+        if seen is not None:
+            before = seen.input_of(args)
+            if seen.twin is not None and module is seen.module:
+                seen.obstacle = _ELSEWHERE
+        self._running.append((seen, before))
+
+    def record(
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        output: object,
+    ) -> None:
+        """Note the output of the innermost call."""
+        seen, before = self._running[-1]
+        if seen is not None:
+            seen.record(args, kwargs, output, before)
+            if seen.calls:
+                self.called.setdefault(id(seen.module), seen)
 
     def leave(self, *_: object) -> None:
         """Note that the innermost call ends."""
-        self._calls.pop()
-
-    def current(self) -> Observation | None:
-        """Return the observation of the innermost running module."""
-        if self._calls:
-            return self._calls[-1][0]
-        return None
-
-    def current_input(self) -> _Input | None:
-        """Return the input of the innermost call, as it was when the call began."""
-        return self._calls[-1][1]
-
-
-class _NormFunctions(FunctionMode):
-    """Note which module's forward calls a norm as a function."""
-
-    def __init__(self, running: _CallStack) -> None:
-        super().__init__()
-        self.running = running
+        self._running.pop()
 
     def call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        seen = self.running.current()
-        if func in _FUNCTIONS and seen is not None:
-            package = "F" if func.__module__ == functional.__name__ else "torch"
-            seen.functions.append(f"{package}.{func.__name__}")
+        """Note which module's forward calls a norm as a function."""
+        if func in _FUNCTIONS and self._running and self._running[-1][0] is not None:
+            self._running[-1][0].functions.add(func.__name__)
         return super().call(func, args, kwargs)
+
+
+def _twin_of(module: nn.Module) -> nn.Module | None:
+    """Return another object with the state of a module; None if it has matrices or hooks."""
+    # A norm has none; and a hook of the user may know its module by identity.
+    has_matrix = any(max(p.shape, default=1) != p.numel() for p in module.parameters())
+    if has_matrix or any(vars(module).get(table) for table in HOOK_TABLES):
+        return None
+    twin = object.__new__(type(module))
+    object.__setattr__(twin, "__dict__", vars(module))
+    return twin
+
+
+@contextmanager
+def _twins(model: nn.Module, observations: list[Observation]) -> Iterator[None]:
+    """Put twins in the place of modules, so that a call of a module itself shows.
+
+    It then came by a reference that a replacement would not reach.
+    """
+    twins = {seen.module: seen.twin for seen in observations if seen.twin is not None}
+    places = []
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child in twins:
+                places.append((parent._modules, name, child))
+    try:
+        for table, name, child in places:
+            table[name] = twins[child]
+        yield
+    finally:
+        for table, name, child in places:
+            if table.get(name) is twins[child]:
+                table[name] = child
 
 
 _OTHER_NORMS: tuple[tuple[type[nn.Module], str, str], ...] = (
@@ -309,21 +358,24 @@ class NormSearch:
     """
 
     def __init__(self, model: nn.Module, example: Inputs) -> None:
-        left_out: set[int] = set()
+        left_out: set[nn.Module] = set()
         for module in model.modules():
             if getattr(module, "_dynorm_layer", False) or isinstance(module, ParametrizationList):
-                left_out.update(id(part) for part in module.modules())
-        self._observations: dict[int, Observation] = {}
+                left_out.update(module.modules())
+        by_module: dict[nn.Module, Observation] = {}
         for path, module in model.named_modules(remove_duplicate=False):
-            if id(module) not in left_out:
-                seen = self._observations.setdefault(id(module), Observation(module, []))
+            if module not in left_out:
+                seen = by_module.setdefault(module, Observation(module, []))
                 seen.paths.append(path)
-        # In the order in which they returned.
-        self._called: dict[int, Observation] = {}
-        # Of the modules that were considered until now, by the id of the module.
-        self._sites: dict[int, NormSite] = {}
+                if module is not model:
+                    seen.twin = _twin_of(module)
+        self._observations = list(by_module.values())
+        # Of the modules that were considered until now.
+        self._sites: dict[nn.Module, NormSite] = {}
+        # Those that are norms, replaceable or not.
+        self._norms: set[nn.Module] = set()
         self._known: dict[Hashable, NormSite | NotANormError] = {}
-        self._outputs: dict[int, int] = {}
+        self._run = _Run(self._observations)
         try:
             self._watch(model, example)
         except Exception as error:
@@ -334,33 +386,22 @@ class NormSearch:
 
     def _watch(self, model: nn.Module, example: Inputs) -> None:
         """Run the model with hooks that record all calls."""
-        running = _CallStack(self._observations)
-
-        def record(
-            module: nn.Module,
-            inputs: tuple[object, ...],
-            named_inputs: dict[str, object],
-            output: object,
-        ) -> None:
-            seen = self._observations[id(module)]
-            seen.record(inputs, named_inputs, output, running.current_input())
-            if seen.calls:
-                self._called.setdefault(id(module), seen)
-
-        with _NormFunctions(running), ExitStack() as hooks:
-            for seen in self._observations.values():
-                hooks.enter_context(seen.module.register_forward_hook(record, with_kwargs=True))
+        with self._run, _twins(model, self._observations), ExitStack() as hooks:
             for module in model.modules():
-                hooks.enter_context(module.register_forward_pre_hook(running.enter))
-                # Always, because a parent may catch an exception of its child and continue.
-                hooks.enter_context(module.register_forward_hook(running.leave, always_call=True))
+                for handle in (
+                    module.register_forward_pre_hook(self._run.enter),
+                    module.register_forward_hook(self._run.record, with_kwargs=True),
+                    # Always, because a parent may catch an exception of its child and continue.
+                    module.register_forward_hook(self._run.leave, always_call=True),
+                ):
+                    hooks.enter_context(handle)
             args, kwargs = example
             model(*args, **kwargs)
 
     def norms(self) -> list[NormSite]:
         """Return the norms in the order of their calls, then those that were never called."""
         with plain_arithmetic():
-            for seen in self._called.values():
+            for seen in self._run.called.values():
                 self._consider(seen)
         self._add_uncalled()
         self._add_functions()
@@ -371,105 +412,85 @@ class NormSearch:
 
         Inner modules return first, so they are considered before the modules around them.
         """
-        parts = [part for part in seen.module.modules() if id(part) in self._sites]
-        # A part settles the matter if it is a norm, of this or another family.
-        norms = []
-        for part in parts:
-            is_replaceable = self._sites[id(part)].refused is None
-            if is_replaceable or _family(part, by_class=True) is not None:
-                norms.append(part)
-        if len(norms) == 1 and seen.problem == ANOTHER_TENSOR and _is_named_norm(seen.module):
-            inner = id(norms[0])
-            # It modulates the norm inside, unless it only passes the norm's output on.
-            if seen.output_at == 0 or seen.output_at != self._outputs.get(inner):
-                path = self._sites[inner].path
-                self._refuse(seen, f"{ANOTHER_TENSOR}; the norm inside is at {path!r}")
-        # A norm inside settles the matter, as does a layer of dynorm: an annealed one is a norm at
-        # first, as is its parent.
-        if norms or any(getattr(part, "_dynorm_layer", False) for part in seen.module.modules()):
-            return
+        inside = list(seen.module.modules())
+        # A layer of dynorm settles the matter too: an annealed one is a norm at first.
+        for part in inside:
+            if part in self._norms or getattr(part, "_dynorm_layer", False):
+                return
         try:
             site = self._site_of(seen)
         except NotANormError as error:
             if not _is_named_norm(seen.module):
                 return
             site = _refused(seen, str(error))
+        parts = [part for part in inside if part in self._sites]
         if site.refused is not None and parts:
             return
         for part in parts:
-            del self._sites[id(part)]
-        self._sites[id(seen.module)] = site
-        self._outputs[id(seen.module)] = seen.output_at
+            del self._sites[part]
+        self._sites[seen.module] = site
 
     def _add_uncalled(self) -> None:
         """Add the modules named norms that the run did not reach, only the innermost of them."""
-        ids = self._covered()
+        covered = self._covered()
         uncalled = []
-        for seen in self._observations.values():
-            if not seen.calls and id(seen.module) not in ids and _is_named_norm(seen.module):
+        for seen in self._observations:
+            if not seen.calls and seen.module not in covered and _is_named_norm(seen.module):
                 uncalled.append(seen)
-        ids.update(id(seen.module) for seen in uncalled)
+        covered.update(seen.module for seen in uncalled)
         for seen in uncalled:
             parts = [part for part in seen.module.modules() if part is not seen.module]
-            if any(id(part) in ids for part in parts):
+            if not covered.isdisjoint(parts):
                 continue
             reason = "never called by the example input"
             if seen.without_tokens:
                 reason = "not reached: the example sends it no tokens"
             reason += "; give an example that reaches it, if anything does"
-            self._refuse(seen, _family(seen.module, by_class=True) or reason)
+            self._sites[seen.module] = _refused(seen, _family(seen.module) or reason)
 
     def _add_functions(self) -> None:
         """Add the modules that call a norm as a function: they hold no module to replace."""
         covered = self._covered()
-        for seen in self._observations.values():
-            if seen.functions and id(seen.module) not in covered:
-                names = " and ".join(sorted(set(seen.functions)))
-                count = len(seen.functions)
-                times = f"{count} times" if count > 1 else "once"
-                self._refuse(
-                    seen,
-                    f"calls {names} in its forward, {times} in the run: write it as a module to "
-                    "have it replaced",
+        for seen in self._observations:
+            if seen.functions and seen.module not in covered:
+                names = " and ".join(sorted(seen.functions))
+                reason = (
+                    f"calls {names} as a function: write it as a module to have it replaced"
                 )
+                self._sites[seen.module] = _refused(seen, reason)
 
-    def _covered(self) -> set[int]:
-        """Return the ids of the modules that have a site, and of all modules inside them."""
-        ids: set[int] = set()
-        for seen in self._observations.values():
-            if id(seen.module) in self._sites:
-                ids.update(id(part) for part in seen.module.modules())
-        return ids
-
-    def _refuse(self, seen: Observation, reason: str) -> None:
-        self._sites[id(seen.module)] = _refused(seen, reason)
+    def _covered(self) -> set[nn.Module]:
+        """Return the modules that have a site, and all modules inside them."""
+        return {part for module in self._sites for part in module.modules()}
 
     def _site_of(self, seen: Observation) -> NormSite:
         """Return the site of a called module; NotANormError if it is not a norm."""
-        self._require_candidate(seen)
+        reason = _family(seen.module)
+        if reason is not None:
+            self._norms.add(seen.module)
+            raise NotANormError(reason)
+        if seen.problem is not None:
+            raise NotANormError(seen.problem)
+        shape = seen.shapes[0]
+        if not seen.is_light(shape):
+            raise NotANormError("holds matrices: its parameters are more than a scale and a shift")
+        if not seen.samples:
+            if candidate_axes(seen.module, shape):
+                raise NotANormError("returns its input: it computes nothing")
+            raise NotANormError(_ONE_CHANNEL)
         # These refuse even a norm, and replace the reasons of the check but for a known family.
-        obstacle = None
+        obstacle = seen.obstacle
         if has_other_forward(seen.module):
             obstacle = _PATCHED
-        elif seen.modifies_input:
-            obstacle = _IN_PLACE
         try:
             site = self._checked_site(seen)
         except NotANormError as error:
-            raise NotANormError(_family(seen.module) or obstacle or str(error)) from error
-        return site if obstacle is None else _refused(seen, obstacle)
-
-    def _require_candidate(self, seen: Observation) -> None:
-        """Require that nothing in the run shows that a module is not a norm."""
-        reason = _family(seen.module, by_class=True) or seen.problem
-        if reason is not None:
-            raise NotANormError(reason)
-        if not seen.is_light(seen.shapes[0]):
-            raise NotANormError("holds matrices: its parameters are more than a scale and a shift")
-        if not seen.samples:
-            if candidate_axes(seen.module, seen.shapes[0]):
-                raise NotANormError("returns its input: it computes nothing")
-            raise NotANormError(self._one_channel(seen))
+            reason = _family(seen.module, by_name=True) or obstacle or str(error)
+            raise NotANormError(reason) from error
+        self._norms.add(seen.module)
+        if obstacle is not None:
+            return _refused(seen, obstacle)
+        return site
 
     def _checked_site(self, seen: Observation) -> NormSite:
         """Return the site of a norm; NotANormError if the module is not one."""
@@ -477,26 +498,18 @@ class NormSearch:
             site = _placed(self._recover_once(seen), seen)
         except NotANormError:
             if seen.shapes[0][-1] == 1:
-                raise NotANormError(self._one_channel(seen)) from None
+                raise NotANormError(_ONE_CHANNEL) from None
             raise
-        if site.kind == "layernorm" and math.prod(site.normalized_shape) == 2:
+        if site.kind == "layernorm" and site.normalized_shape == (2,):
             raise NotANormError(
                 "two channels: LayerNorm makes them 1 and -1, only by the sign of their difference"
             )
+        _require_dtype(seen, site)
         weight, bias = affine_of(seen.module, site)
         _require_agreement(seen, site, weight, bias)
         if bias is None and weight is not None and _is_unit_length(seen.module, weight):
             return replace(site, refused=UNIT_LENGTH)
         return site
-
-    def _one_channel(self, seen: Observation) -> str:
-        """Return the reason against a norm of one channel, which depends on its kind."""
-        try:
-            if depends_on_sign(seen.module, seen.shapes[0], seen.dtype, seen.device):
-                return "one channel: its output keeps only the sign of the input, as RMSNorm's does"
-        except NotANormError:
-            return "one channel: no norm over it can be recovered"
-        return "one channel: its output does not depend on the input, as LayerNorm's does not"
 
     def _recover_once(self, seen: Observation) -> NormSite:
         """Recover a norm, once for all modules that compute alike."""
@@ -552,8 +565,6 @@ def _refused(seen: Observation, reason: str) -> NormSite:
 
 def _placed(site: NormSite, seen: Observation) -> NormSite:
     """Return a site with a module's paths in the model, and its calls."""
-    observed = str(seen.output_dtype).removeprefix("torch.")
-    differs = seen.output_dtype != seen.dtype
     return replace(
         site,
         path=seen.paths[0],
@@ -561,26 +572,18 @@ def _placed(site: NormSite, seen: Observation) -> NormSite:
         class_name=type(seen.module).__qualname__,
         calls=seen.calls,
         input_shape=seen.shapes[0] if seen.shapes else (),
-        output_dtype=observed if differs else None,
-        output_rule=site.output_rule if _explains(site.output_rule, site, seen) else observed,
     )
 
 
-def _explains(text: str | None, site: NormSite, seen: Observation) -> bool:
-    """Return whether a rule gives the dtype that the module returned in the run."""
-    if seen.autocast or not seen.calls:
-        return True
-    if text is None:
-        return seen.output_dtype == seen.dtype
-    tensors = named_tensors(seen.module)
-    name = site.weight_name or site.bias_name
-    floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-    parameter_dtype = seen.dtype
-    if name is not None:
-        parameter_dtype = tensors[name].dtype
-    elif floating:
-        parameter_dtype = floating[0]
-    return DtypeRule(text)(seen.dtype, parameter_dtype) == seen.output_dtype
+def _require_dtype(seen: Observation, site: NormSite) -> None:
+    """Require the dtype that a copy showed of the output in the run too, but not under autocast."""
+    expected = seen.dtype
+    if site.promote:
+        for tensor in named_tensors(seen.module).values():
+            if tensor.is_floating_point():
+                expected = torch.promote_types(expected, tensor.dtype)
+    if not seen.autocast and seen.output_dtype != expected:
+        raise NotANormError(ANOTHER_DTYPE)
 
 
 def _require_agreement(
@@ -588,20 +591,20 @@ def _require_agreement(
 ) -> None:
     """Require that the outputs of the run agree with the formula that a copy showed."""
     for shape in seen.shapes:
-        sizes = tuple(shape[dim] for dim in site.dims if -len(shape) <= dim < len(shape))
-        if sizes != site.normalized_shape:
+        has_axis = -len(shape) <= site.dim < len(shape)
+        if not has_axis or (shape[site.dim],) != site.normalized_shape:
             raise NotANormError("several widths: it is called with different numbers of channels")
-    family = _family(seen.module)
+    family = _family(seen.module, by_name=True)
     if site.weight_name is None and family is not None:
         raise NotANormError(family)
-    inputs, outputs = seen.samples[channel_axes(site)]
+    inputs, outputs = seen.samples[site.dim % len(site.input_shape)]
     x = site_tokens(site, inputs.cpu().double(), [])
     y = site_tokens(site, outputs.cpu().double(), [])
     expected = core(x, site.kind, site.eps)
     if weight is not None:
-        expected = expected * weight.cpu().double().flatten()
+        expected = expected * weight.cpu().double()
     if bias is not None:
-        expected = expected + bias.cpu().double().flatten()
+        expected = expected + bias.cpu().double()
     error = float((y - expected).square().sum())
     size = float(expected.square().sum())
     tolerance = HALF_TOLERANCE if seen.rounded else 1e-3
@@ -631,9 +634,9 @@ def _is_unit_length(module: nn.Module, weight: Tensor) -> bool:
     return not is_named and abs(scale - 1) > HALF_TOLERANCE
 
 
-def _family(module: nn.Module, by_class: bool = False) -> str | None:
+def _family(module: nn.Module, by_name: bool = False) -> str | None:
     """Return the reason that names a family of norms other than LayerNorm and RMSNorm, or None."""
-    name = "" if by_class else type(module).__name__.lower()
+    name = type(module).__name__.lower() if by_name else ""
     for cls, part, reason in _OTHER_NORMS:
         if isinstance(module, cls) or part in name:
             return reason
@@ -641,6 +644,6 @@ def _family(module: nn.Module, by_class: bool = False) -> str | None:
 
 
 def _is_named_norm(module: nn.Module) -> bool:
-    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or _family(module, by_class=True) is not None:
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or _family(module) is not None:
         return True
     return _NORM_NAME.search(type(module).__name__.lower()) is not None

@@ -1,14 +1,13 @@
 """Recover formula, axis, weight, bias and eps of a norm, by trying a copy of it on our tokens."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from dynorm.dtypes import INPUT, fitting_rule
 from dynorm.errors import ModelError
 from dynorm.find.tokens import (
     CannotProbeError,
@@ -25,6 +24,10 @@ from dynorm.theory import token_deviation, token_moment
 TOLERANCE = 1e-4
 HALF_TOLERANCE = 3e-2
 
+ANOTHER_DTYPE = (
+    "another dtype: its output has neither the dtype of its input, nor the one that input and "
+    "weight are promoted to"
+)
 _MIXES = "mixes tokens: the output of one token depends on other tokens"
 
 
@@ -51,46 +54,22 @@ def core(tokens: Tensor, kind: str, eps: float = 0.0) -> Tensor:
     return token_deviation(tokens, kind) / (moment + eps).sqrt()
 
 
-def candidate_axes(
-    module: nn.Module,
-    shape: tuple[int, ...],
-) -> list[tuple[int, ...]]:
-    """Return the groups of axes that a module may normalize over, the likeliest first.
+def candidate_axes(module: nn.Module, shape: tuple[int, ...]) -> list[int]:
+    """Return the axes that a module may normalize over, the likeliest first.
 
-    The last axis, axis 1, any other as long as one of the module's tensors, and trailing axes
-    together where a tensor or an attribute of the module has just these sizes.
+    They are the last axis, axis 1, and any other as long as one of the module's tensors.
 
     Example:
-        >>> candidate_axes(nn.LayerNorm((5, 7)), (2, 3, 5, 7))
-        [(3,), (1,), (2, 3)]
+        >>> candidate_axes(nn.LayerNorm(5), (2, 5, 3, 7))
+        [3, 1]
     """
     rank = len(shape)
     lengths = {tensor.numel() for tensor in named_tensors(module).values()}
-    single = [rank - 1]
+    axes = [rank - 1]
     if rank > 2:
-        single.append(1)
-    single += [axis for axis in range(rank) if shape[axis] in lengths]
-    groups: list[tuple[int, ...]] = []
-    for axis in dict.fromkeys(single):
-        if shape[axis] > 1:
-            groups.append((axis,))
-    declared = set(_declared_shapes(module))
-    for axis in range(rank - 1):
-        if shape[axis:] in declared:
-            groups.append(tuple(range(axis, rank)))
-    return groups
-
-
-def _declared_shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of a module's parameters, and its attributes that may be shapes."""
-    for parameter in module.parameters():
-        yield tuple(parameter.shape)
-    for part in module.modules():
-        for value in part.__dict__.values():
-            if not isinstance(value, (tuple, list)) or not value:
-                continue
-            if all(type(size) is int for size in value):
-                yield tuple(value)
+        axes.append(1)
+    axes += [axis for axis in range(rank) if shape[axis] in lengths]
+    return [axis for axis in dict.fromkeys(axes) if shape[axis] > 1]
 
 
 def recover(
@@ -107,8 +86,8 @@ def recover(
     """
     tried: list[TokenFunction] = []
     failure = CannotProbeError("it has no axis of two channels or more")
-    for axes in candidate_axes(module, shape):
-        original = TokenFunction(module, shape, axes, dtype, device)
+    for axis in candidate_axes(module, shape):
+        original = TokenFunction(module, shape, axis, dtype, device)
         try:
             function = _open(original)
             _require_scale_invariance(function)
@@ -121,26 +100,8 @@ def recover(
     raise NotANormError(_explain(tried) if tried else f"cannot be probed: {failure}")
 
 
-def depends_on_sign(
-    module: nn.Module,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> bool:
-    """Return whether the output of a copy of a module changes with the sign of its input.
-
-    NotANormError is raised if the copy cannot be tried.
-    """
-    try:
-        function = _open(TokenFunction(module, shape, (len(shape) - 1,), dtype, device))
-        odd, even = function.odd_and_even(function.sample(30.0, seed=6))
-    except CannotProbeError as error:
-        raise NotANormError(f"cannot be probed: {error}") from error
-    return _size(odd) > 1e-6 * _size(even) + 1e-30
-
-
 def measured_affine(original: TokenFunction, kind: str) -> tuple[Tensor, Tensor]:
-    """Measure the weight and bias of a norm of this kind from its outputs, as flat float64."""
+    """Measure the weight and bias of a norm of this kind from its outputs, in float64."""
     try:
         function = _open(original, random=False)
         formula = _closest(function, (kind,))
@@ -157,14 +118,14 @@ def _open(original: TokenFunction, random: bool = True) -> TokenFunction:
     """Copy a module, in the widest dtype and then the smallest shape that it takes."""
     # Two of the first axis, even if the example had one: only a second token shows whether tokens
     # are independent. The other axes are short at first, but a module may insist on their sizes.
-    pair = original.shape
-    if 0 not in original.axes:
-        pair = (2, *original.shape[1:])
+    pair = list(original.shape)
+    if original.axis != 0:
+        pair[0] = 2
     short = list(pair)
     for axis in range(1, len(short)):
-        if axis not in original.axes:
+        if axis != original.axis:
             short[axis] = min(short[axis], 3)
-    shapes = dict.fromkeys([tuple(short), pair, original.shape])
+    shapes = dict.fromkeys([tuple(short), tuple(pair), original.shape])
     failure = CannotProbeError("nothing was tried")
     for dtype in dict.fromkeys([torch.float64, torch.float32, original.dtype]):
         # In its own dtype the copy keeps the dtype of each parameter, because they may differ.
@@ -222,7 +183,7 @@ def _closest(
     at_least = 16 if positions == 1 else 12 * function.count
     scale = 30.0 if function.is_half else 1e3
     tokens = function.sample(scale, 2, at_least)
-    width = positions * math.prod(function.sizes)
+    width = positions * function.channels
     odd, even = function.odd_and_even(tokens)
     odd = odd.reshape(-1, width)
     even = even.reshape(-1, width)
@@ -253,21 +214,18 @@ def _complete(original: TokenFunction, function: TokenFunction, formula: Formula
     slack = 10 * _tolerance(function)
     has_weight = float((formula.weight - 1).abs().max()) > slack
     has_bias = float(formula.bias.abs().max()) > slack
-    axes = original.axes
     rank = len(original.shape)
-    is_last = axes[-1] == rank - 1
-    is_image = rank > 3 and axes == (1,)
-    is_usual = is_last or is_image or original.sizes in set(_declared_shapes(original.module))
-    if not (weight_name or bias_name or is_usual):
-        raise NotANormError(f"unmarked axis: nothing shows that axis {axes[0]} holds the channels")
-    dims = axes
-    if is_last:
-        dims = tuple(axis - rank for axis in axes)
+    is_last = original.axis == rank - 1
+    is_image = rank > 3 and original.axis == 1
+    if not (weight_name or bias_name or is_last or is_image):
+        raise NotANormError(
+            f"unmarked axis: nothing shows that axis {original.axis} holds the channels"
+        )
     return NormSite(
         path="",
         kind=formula.kind,
-        dim=dims if len(dims) > 1 else dims[0],
-        normalized_shape=original.sizes,
+        dim=-1 if is_last else original.axis,
+        normalized_shape=(original.channels,),
         eps=_eps(original, function, formula),
         has_weight=has_weight,
         has_bias=has_bias,
@@ -275,45 +233,25 @@ def _complete(original: TokenFunction, function: TokenFunction, formula: Formula
         weight_name=weight_name if has_weight else None,
         bias_name=bias_name if has_bias else None,
         input_shape=original.shape,
-        output_rule=_output_rule(replace(original, shape=function.shape)),
+        promote=_promotes(replace(original, shape=function.shape)),
     )
 
 
-# The dtypes of the input and of the parameters: equal as in most models, and mixed as after a cast
-# of one part.
-_DTYPE_PAIRS = (
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.float32, torch.bfloat16),
-    (torch.float16, torch.float16),
-    (torch.float64, torch.float64),
-)
-# These pairs decide only between rules that fit the others: T5's norm has one rule for weights of
-# half precision, and another one for float32 and float64.
-_WIDE_PAIRS = (
-    (torch.float64, torch.float32),
-    (torch.float32, torch.float64),
-)
+def _promotes(original: TokenFunction) -> bool:
+    """Return whether the output has the dtype that input and weight are promoted to.
 
-
-def _output_rule(original: TokenFunction) -> str | None:
-    """Recover how a norm chooses its output's dtype, from copies in several dtypes.
-
-    None means the dtype of its input. A pair of dtypes on which it raises is left out. A choice
-    that no rule describes is left to the dtype of the run.
+    A copy shows it with inputs of half precision; otherwise it has that of the input.
     """
-    returned: dict[tuple[torch.dtype, torch.dtype], torch.dtype] = {}
-    for pair in (*_DTYPE_PAIRS, *_WIDE_PAIRS):
-        in_dtype, parameter_dtype = pair
-        x = torch.ones(original.shape, dtype=in_dtype, device=original.device)
+    half = torch.bfloat16
+    x = torch.ones(original.shape, dtype=half, device=original.device)
+    returned = {}
+    for weights in (half, torch.float32):
+        # A module may refuse two dtypes.
         with suppress(RuntimeError, TypeError, ValueError, NotImplementedError):
-            returned[pair] = plain_copy(original.module, parameter_dtype)(x).dtype
-    usual = {pair: dtype for pair, dtype in returned.items() if pair not in _WIDE_PAIRS}
-    rule = fitting_rule(returned) or fitting_rule(usual)
-    if rule == INPUT:
-        return None
-    return rule
+            returned[weights] = plain_copy(original.module, weights)(x).dtype
+    if returned.get(half, half) != half:
+        raise NotANormError(ANOTHER_DTYPE)
+    return returned.get(torch.float32) == torch.float32
 
 
 def _holder(
@@ -409,10 +347,10 @@ def _explain(tried: list[TokenFunction]) -> str:
     # Over the wrong axis every norm mixes tokens; over the right one, if there is any, it does not.
     independent = [function for function in tried if not _mixes_tokens(function)]
     if not independent:
-        return _MIXES
+        return _several_axes(tried[0].module) or _MIXES
     affected = []
     for function in independent:
-        if 0 not in function.axes:
+        if function.axis != 0:
             by_position = _closest(function, positions=function.count // function.shape[0])
             if by_position.error <= _tolerance(function):
                 return (
@@ -425,23 +363,27 @@ def _explain(tried: list[TokenFunction]) -> str:
         changed[:, 0] += 100
         difference = (function(changed) - function(tokens)).abs().amax(0)
         affected.append(int((difference > 1e-4 * difference.max()).sum()))
-    most_channels = max(math.prod(function.sizes) for function in independent)
+    most_channels = max(function.channels for function in independent)
     if 1 < min(affected) < most_channels:
         return f"groups: it normalizes groups of {min(affected)} channels"
     return "neither LayerNorm nor RMSNorm: it fits neither over any axis"
 
 
-def affine_of(
-    module: nn.Module,
-    site: NormSite,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the weight and the bias that a norm applies to its normalized channels.
+def _several_axes(module: nn.Module) -> str | None:
+    """Return the reason against a norm that declares a shape of several axes, or None."""
+    shape = getattr(module, "normalized_shape", ())
+    if isinstance(shape, (tuple, list)) and len(shape) > 1:
+        return f"several axes: it normalizes {tuple(shape)} together, a layer only one axis"
+    return None
 
-    They are detached copies of shape ``site.normalized_shape`` on the module's device, or None. A
-    weight 1 + w is at least float32, because such norms add in float32: rounded to bfloat16, 1 + w
-    would lose most digits of a small w. A factor that no tensor holds, such as the 1/sqrt(C) of a
-    division by the L2 norm, is measured. ModelError is raised if the site was refused, or the
-    module is not the norm that was found.
+
+def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor | None]:
+    """Return the weight and the bias that a norm applies to its channels, each (C,) or None.
+
+    They are detached copies on the module's device. A weight 1 + w is at least float32, because
+    such norms add in float32: rounded to bfloat16, 1 + w would lose most digits of a small w. A
+    factor that no tensor holds, such as the 1/sqrt(C) of a division by the L2 norm, is measured.
+    ModelError is raised if the site was refused, or the module is not the norm that was found.
     """
     if site.refused is not None:
         raise ModelError(f"the site {site.path!r} must be a norm, but was refused: {site.refused}")
@@ -458,24 +400,20 @@ def affine_of(
         if tensor.is_floating_point():
             like = tensor
             break
-    original = TokenFunction(module, site.input_shape, channel_axes(site), like.dtype, like.device)
+    axis = site.dim % len(site.input_shape)
+    original = TokenFunction(module, site.input_shape, axis, like.dtype, like.device)
     try:
         with undisturbed(module), plain_arithmetic():
-            flat_weight, flat_bias = measured_affine(original, site.kind)
+            measured_weight, measured_bias = measured_affine(original, site.kind)
     except NotANormError as error:
         raise ModelError(
             f"the module at {site.path!r} must be the norm found there, but: {error}"
         ) from error
     if lacks_weight:
-        weight = flat_weight.reshape(site.normalized_shape).to(like.device, like.dtype)
+        weight = measured_weight.to(like.device, like.dtype)
     if lacks_bias:
-        bias = flat_bias.reshape(site.normalized_shape).to(like.device, like.dtype)
+        bias = measured_bias.to(like.device, like.dtype)
     return weight, bias
-
-
-def channel_axes(site: NormSite) -> tuple[int, ...]:
-    """Return the axes of the site's channels in its input, counted from the front."""
-    return tuple(dim % len(site.input_shape) for dim in site.dims)
 
 
 def _tensor_at(module: nn.Module, site: NormSite, name: str | None) -> Tensor | None:
@@ -486,10 +424,10 @@ def _tensor_at(module: nn.Module, site: NormSite, name: str | None) -> Tensor | 
         raise ModelError(
             f"the module at {site.path!r} must hold {name!r}, as when it was found, but does not"
         )
-    if tensor.numel() != torch.Size(site.normalized_shape).numel():
+    if tensor.numel() != site.normalized_shape[0]:
         raise ModelError(
             f"the sites must be this model's, but {name!r} of {site.path!r} has shape "
             f"{tuple(tensor.shape)} and not "
             f"{site.normalized_shape}: call find_norms again"
         )
-    return tensor.detach().clone().reshape(site.normalized_shape)
+    return tensor.detach().clone().flatten()

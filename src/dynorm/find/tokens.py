@@ -94,19 +94,19 @@ class TokenFunction:
 
     module: nn.Module  # or a copy of it
     shape: tuple[int, ...]  # of its input
-    axes: tuple[int, ...]  # the axes that hold the channels, ascending and non-negative
+    axis: int  # the axis of the channels, not negative
     dtype: torch.dtype
     device: torch.device
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Return the sizes of the channel axes."""
-        return tuple(self.shape[axis] for axis in self.axes)
+    def channels(self) -> int:
+        """Return the number of channels."""
+        return self.shape[self.axis]
 
     @property
     def count(self) -> int:
         """Return how many tokens an input holds."""
-        return math.prod(self.shape) // math.prod(self.sizes)
+        return math.prod(self.shape) // self.channels
 
     @property
     def is_half(self) -> bool:
@@ -115,14 +115,12 @@ class TokenFunction:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Return the module's output; n must be a multiple of the count."""
-        return torch.cat(
-            [self._run(part) for part in torch.split(tokens.to(self.dtype), self.count)]
-        )
+        parts = torch.split(tokens.to(self.dtype), self.count)
+        return torch.cat([self._run(part) for part in parts])
 
     def _run(self, tokens: Tensor) -> Tensor:
-        others = [size for axis, size in enumerate(self.shape) if axis not in self.axes]
-        last = tuple(range(-len(self.axes), 0))
-        laid_out = tokens.reshape(*others, *self.sizes).movedim(last, self.axes)
+        others = [size for axis, size in enumerate(self.shape) if axis != self.axis]
+        laid_out = tokens.reshape(*others, self.channels).movedim(-1, self.axis)
         # A copy, since a module may write into its input.
         x = laid_out.to(self.device, copy=True, memory_format=torch.contiguous_format)
         try:
@@ -135,7 +133,7 @@ class TokenFunction:
             raise CannotProbeError("its output has another shape for other values")
         # A copy again: a module may return the same buffer every time.
         values = output.detach().to("cpu", torch.float64, copy=True)
-        return values.movedim(self.axes, last).reshape(tokens.shape)
+        return values.movedim(self.axis, -1).reshape(tokens.shape)
 
     def odd_and_even(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return (f(x) - f(-x)) / 2 and (f(x) + f(-x)) / 2."""
@@ -149,14 +147,12 @@ class TokenFunction:
         They distinguish formulas: every token has another mean, and every third one an outlier. The
         global random state is not used.
         """
-        channels = math.prod(self.sizes)
         calls = max(2, math.ceil(at_least / self.count))
         count = calls * self.count
         generator = torch.Generator(device="cpu").manual_seed(seed)
-        tokens = torch.randn(
-            count, channels, generator=generator, dtype=torch.float64, device="cpu"
-        )
-        tokens += 2 * torch.randn(count, 1, generator=generator, dtype=torch.float64, device="cpu")
+        options: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+        tokens = torch.randn(count, self.channels, **options)
+        tokens += 2 * torch.randn(count, 1, **options)
         outliers = torch.arange(0, count, 3, device="cpu")
-        tokens[outliers, (7 * outliers) % channels] += 4 + math.sqrt(channels)
+        tokens[outliers, (7 * outliers) % self.channels] += 4 + math.sqrt(self.channels)
         return (tokens * scale).to(self.dtype).double()

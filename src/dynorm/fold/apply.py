@@ -149,7 +149,7 @@ def _rms_for(fold: SiteFold) -> nn.Module:
         "norm_eps": fold.site.eps,
         "dim": fold.site.dim,
         "elementwise_affine": False,
-        "output_dtype": fold.site.output_rule,
+        "output_dtype": "input+weight" if fold.site.promote else None,
     }
     layer = LayerSpec("rmsnorm", config).build(None, None)
     if fold.is_absorbed:

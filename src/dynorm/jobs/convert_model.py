@@ -15,7 +15,7 @@ from dynorm.guard import edited_parts, require_plain_model, unchanged_on_error
 from dynorm.jobs.means import fold_means_
 from dynorm.ranks import Ranks
 from dynorm.recipe import ModelFields, Recipe
-from dynorm.replace.convert import convert_sites_
+from dynorm.replace import convert_
 from dynorm.replace.converted import dynorm_layers, replaced_by
 from dynorm.report import ModelReport, measure
 from dynorm.report.cost import costs
@@ -131,7 +131,14 @@ def _convert_(
         if means is not None:
             stages["fold_means"] = means.to_dict()
     sites = find_norms(model, *args, **kwargs)
-    convert_sites_(model, sites, recipe.selection)
+    convert_(
+        model,
+        sites,
+        recipe.target,
+        per_channel=recipe.per_channel,
+        center=recipe.center,
+        witnesses=recipe.witnesses or 0,
+    )
     calibrate_(model, fit, lean=recipe.lean, tolerance=recipe.tolerance)
     if recipe.refine:
         refine_(model, fit, steps=recipe.refine, **recipe.refine_fields)

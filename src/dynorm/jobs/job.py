@@ -32,8 +32,9 @@ from dynorm.jobs.means import fold_means_
 from dynorm.jobs.texts import read_texts, split_texts, standard_library_docstrings
 from dynorm.plain import JsonObject
 from dynorm.ranks import Ranks
-from dynorm.recipe import REST, Recipe
-from dynorm.replace.convert import ConversionReport, convert_sites_
+from dynorm.recipe import Recipe
+from dynorm.replace import ConversionReport, convert_
+from dynorm.replace.options import REST
 from dynorm.replace.edits import is_changed
 from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
@@ -203,7 +204,14 @@ class Job:
                 "convert the original"
             )
         with self.stage("convert"):
-            return convert_sites_(model, sites, recipe.selection)
+            return convert_(
+                model,
+                sites,
+                recipe.target,
+                per_channel=recipe.per_channel,
+                center=recipe.center,
+                witnesses=recipe.witnesses or 0,
+            )
 
     def convert_(self) -> None:
         """Replace the norms, and calibrate the new layers."""

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed
+from dynorm.family import NAMES
 from dynorm.find.probe import has_other_forward
 from dynorm.find.recover import affine_of
 from dynorm.find.tokens import named_tensors
-from dynorm.guard import require_plain_model
+from dynorm.guard import require_plain_model, require_values
 from dynorm.layers import PointwiseNorm
 from dynorm.plain import Plain
-from dynorm.recipe import REST, LayerOptions, Recipe, Selection, Sites, Target
-from dynorm.recipe import Globs as Globs
 from dynorm.replace.converted import Replaced, dynorm_layers, is_ours, replaced_by
+from dynorm.replace.options import LayerOptions, Target, chosen_options, options_by_glob
 from dynorm.replace.swap import original_, swap_, take_over_, tensor_like
-from dynorm.replace.weights import forget_weights_, remember_weights_
-from dynorm.site import UNIT_LENGTH, NormSite, as_strings, require_matches, select_sites
+from dynorm.site import UNIT_LENGTH, NormSite
 from dynorm.table import Table
+
+Globs = str | Iterable[str] | None
 
 
 @dataclass(frozen=True)
@@ -83,45 +83,36 @@ class ConversionReport(Plain):
 def convert_(
     model: nn.Module,
     sites: Sequence[NormSite],
-    to: Target | Sites = Recipe.to,
+    to: Target = LayerOptions.to,
     *,
-    only: Globs = Recipe.only,
-    skip: Globs = Recipe.skip,
-    per_channel: bool = Recipe.per_channel,
-    center: bool = Recipe.center,
-    witnesses: int | Sequence[int] | None = Recipe.witnesses,
+    per_channel: bool = LayerOptions.per_channel,
+    center: bool = LayerOptions.center,
+    witnesses: int | Sequence[int] = LayerOptions.witnesses,
 ) -> ConversionReport:
     """Replace norms by point-wise layers, in place.
 
     Weight, bias, dtype, device, ``requires_grad``, train or eval, hooks, path, order and sharing
-    stay as they were, and so does the rule by which the norm chooses the dtype of its output. The
-    constants are defaults until :func:`calibrate_` sets them. All layers are built before the first
-    norm is replaced, so an error leaves the model as it was. :func:`restore_` undoes the
-    conversion.
+    stay as they were, and so does the choice of the output's dtype. The constants are defaults
+    until :func:`calibrate_` sets them. All layers are built before the first norm is replaced, so
+    an error leaves the model as it was. :func:`restore_` undoes the conversion.
 
     Args:
         model: any module; plain, neither compiled nor wrapped.
         sites: the result of :func:`find_norms` on this very model.
         to: "dyisru", "dyt" (scaled, eq. 11), "derf" or "linear" (the control); or "annealed"
             (towards DyISRU), "annealed_dyt", "annealed_derf", "annealed_linear": they compute the
-            norm until :func:`set_anneal_` moves them. A class of layers is accepted too. With
-            "auto", :func:`calibrate_` gives each site the simplest that suffices of "linear" and
-            "dyisru", without witnesses or with them; until then it is a DyISRU. A mapping gives
-            sites different options, by globs of their paths: ``{"*.layers.0.*": None, "*.ln_f":
-            {"to": "dyt"}, "_default": {"witnesses": 4}}``. The first glob that matches a site
-            decides. Its options may be ``to``, ``per_channel``, ``center`` and ``witnesses``;
-            None leaves the norm. Those that it lacks are taken from ``"_default"``, which is also
-            for the sites that no glob matches, and then from the arguments of this call.
-        only: globs of the paths to convert; None means all. A head of unit length must be given by
-            its full path.
-        skip: globs of the paths whose norms stay.
+            norm until :func:`set_anneal_` moves them. A class of layers is accepted too. A mapping
+            gives different norms different layers, by globs of their paths: ``{"*.layers.0.*":
+            None, "*.ln_f": "dyt", "head.*": {"to": "derf", "witnesses": 4}}``. The first glob that
+            matches a norm decides. A mapping of options lacks nothing that this call's arguments
+            have, and None keeps the norm. ``"*"`` is for the norms that no other glob matches,
+            which become DyISRU without it. A head of unit length is replaced only if its full path
+            is a key.
         per_channel: one constant per channel instead of one per layer.
-        center: give each layer a centre.
-        witnesses: how many witness channels :func:`calibrate_` may choose for each layer, which is
-            point-wise until then; at most the channels of the widest norm. Or the positions of the
-            channels themselves, the same for every layer. 0 keeps the pure function. More than 16
-            are a sample of all channels. None means 192, and at most a third of a norm's channels;
-            0 for annealed layers.
+        center: give each layer in the place of a LayerNorm a centre.
+        witnesses: how many channels :func:`calibrate_` may choose for each layer, whose token sizes
+            they show, at most 16; or their positions, the same for every layer. 0 keeps the pure
+            function of one channel.
 
     Returns:
         A report with one row per site. Refused sites keep their norms and are listed.
@@ -144,40 +135,21 @@ def convert_(
         <BLANKLINE>
         site  norm          layer
         1     layernorm(8)  dyisru
-        >>> model[1]
-        DyISRU(8, beta=8, scale=2.646, center=True, elementwise_affine=True, bias=True)
     """
-    by_glob: Sites = {}
-    if isinstance(to, Mapping):
-        by_glob = to
-        to = Recipe.to
-    base = LayerOptions(to, per_channel, center, witnesses)
-    return convert_sites_(model, sites, Selection(by_glob, base, only, skip))
-
-
-def convert_sites_(
-    model: nn.Module,
-    sites: Sequence[NormSite],
-    selection: Selection,
-) -> ConversionReport:
-    """Replace the selected norms, as :func:`convert_` says."""
-    selection.base.check()
+    base = LayerOptions(per_channel=per_channel, center=center, witnesses=witnesses)
+    by_glob = options_by_glob(to, base)
     require_plain_model(model)
     _require_sites(model, sites)
-    if selection.only is not None:
-        selection = selection._replace(only=as_strings(selection.only))
-    options = selected_options(sites, selection)
-    exact_paths = {*selection.by_glob, *(selection.only or ())}
+    options = chosen_options(sites, by_glob)
     replaceable = []
     refused = []
     skipped = []
     for site in sites:
+        is_named = not by_glob.keys().isdisjoint((site.path, *site.aliases))
         if site.path not in options:
             if site.refused is None:
                 skipped.append(site)
-            continue
-        is_named = not exact_paths.isdisjoint((site.path, *site.aliases))
-        if site.refused == UNIT_LENGTH and is_named:
+        elif site.refused == UNIT_LENGTH and is_named:
             replaceable.append(replace(site, refused=None))
         elif site.refused is None:
             replaceable.append(site)
@@ -187,9 +159,8 @@ def convert_sites_(
         reasons = "; ".join(f"{site.path or 'the model'}: {site.refused}" for site in refused)
         raise ModelError(
             "at least one norm must be replaceable, but none of the chosen ones is "
-            f"({reasons or 'the filter left none'})"
+            f"({reasons or 'to= keeps them all'})"
         )
-    _require_enough_channels(replaceable, options)
     modules = dict(model.named_modules(remove_duplicate=False))
     copies: dict[Tensor, nn.Parameter] = {}
     new: dict[nn.Module, nn.Module] = {}
@@ -206,10 +177,8 @@ def convert_sites_(
         else:
             changed.add(source)
     _require_unshared(model, new, changed)
-    forget_weights_(model)
     swap_(model, {**new, **same})
-    remember_weights_(model)
-    names = [options[site.path].name for site in replaceable]
+    names = [NAMES[options[site.path].kind] for site in replaceable]
     different = list(dict.fromkeys(names))
     name_by_site = names if len(different) > 1 else []
     return ConversionReport(", ".join(different), replaceable, refused, name_by_site, skipped)
@@ -240,7 +209,7 @@ def restore_(model: nn.Module) -> nn.Module:
         'LayerNorm'
     """
     layers = dynorm_layers(model)
-    require_gathered(model)
+    require_values(model)
     if not layers:
         raise ModelError(
             "the model must be converted, but it has no point-wise layer: there is nothing to "
@@ -279,7 +248,6 @@ def restore_(model: nn.Module) -> nn.Module:
             if tensor is not None:
                 shared[getattr(layer, name)] = tensor
     swap_(model, {**originals, **shared})
-    forget_weights_(model)
     return model
 
 
@@ -303,32 +271,6 @@ def _require_sites(model: nn.Module, sites: Sequence[NormSite]) -> None:
         "the model must have norms, but find_norms saw none: give find_norms an example that "
         "reaches them; a norm that is computed by a function must become a module first"
     )
-
-
-def _require_enough_channels(sites: Sequence[NormSite], options: dict[str, LayerOptions]) -> None:
-    """Refuse more witnesses than the widest norm has channels."""
-    widest = max(math.prod(site.normalized_shape) for site in sites)
-    most = max(options[site.path].most_witnesses for site in sites)
-    if most > widest:
-        raise ArgumentError(
-            f"witnesses must be a number of channels from 0 to {widest}, those of the widest norm, "
-            f"got {most}"
-        )
-
-
-def _built(
-    norm: nn.Module,
-    site: NormSite,
-    options: LayerOptions,
-    like: Tensor,
-    copies: dict[Tensor, nn.Parameter],
-) -> PointwiseNorm:
-    """Return the layer for a norm, on the device and in the dtype of ``like``."""
-    layer = options.kind(**_arguments(site, options), device=like.device, dtype=like.dtype)
-    _fill_(layer, norm, site, copies)
-    replaced = Replaced(norm, site, witnesses=options.most_witnesses, auto=options.is_auto)
-    take_over_(layer, norm, replaced)
-    return layer
 
 
 def _warn_of_adapters(modules: Mapping[str, nn.Module], sites: Iterable[NormSite]) -> None:
@@ -400,60 +342,43 @@ def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
     return module
 
 
-def selected_options(sites: Sequence[NormSite], selection: Selection) -> dict[str, LayerOptions]:
-    """Return the filled options of each site that is to be converted, by its path.
-
-    They are those of the first glob that matches the site. Sites with None, and those that ``only``
-    and ``skip`` leave out, are not among them.
-    """
-    by_glob, base, only, skip = selection
-    globs = [glob for glob in as_strings(by_glob) if glob != REST]
-    require_matches(sites, globs)
-    for_unmatched = by_glob.get(REST, {})
-    # If the unmatched ones keep their norms, the globs start from the arguments of the call.
-    defaults = base if for_unmatched is None else base.changed(for_unmatched)
-    options: dict[str, LayerOptions | None] = {}
-    for glob in globs:
-        values = by_glob[glob]
-        options[glob] = None if values is None else defaults.changed(values)
-    for checked in (defaults, *options.values()):
-        if checked is not None:
-            checked.check()
-    by_path = {}
-    for site in select_sites(sites, only, skip):
-        choice = None if for_unmatched is None else defaults
-        for glob in globs:
-            if site.matches([glob]):
-                choice = options[glob]
-                break
-        if choice is not None:
-            by_path[site.path] = choice.filled(math.prod(site.normalized_shape))
-    return by_path
-
-
-def _arguments(site: NormSite, options: LayerOptions) -> dict[str, Any]:
-    """Return the arguments of a site's layer: shape, axis, affine map, and the norm's bound."""
+def _built(
+    norm: nn.Module,
+    site: NormSite,
+    options: LayerOptions,
+    like: Tensor,
+    copies: dict[Tensor, nn.Parameter],
+) -> PointwiseNorm:
+    """Return the layer for a norm, on the device and in the dtype of ``like``."""
+    (channels,) = site.normalized_shape
     # No value of a norm is larger: closed form 2 (eq. 13) for LayerNorm, closed form 3 for RMSNorm.
-    bound = math.prod(site.normalized_shape)
+    bound = channels
     if site.kind != "rmsnorm":
-        bound = max(bound - 1, 1)
-    arguments: dict[str, object] = {
-        "normalized_shape": site.normalized_shape,
-        "elementwise_affine": site.has_weight or site.has_bias,
-        "bias": site.has_bias,
-        "per_channel": options.per_channel,
-        "center": options.center,
-        "witnesses": options.positions,
-        "scale": math.sqrt(bound),
-        "dim": site.dim,
-    }
-    if site.output_rule is not None:
-        arguments["output_dtype"] = site.output_rule
-    if site.weight_offset and site.weight_name is not None:
+        bound = max(channels - 1, 1)
+    arguments: dict[str, Any] = {}
+    if site.promote:
+        arguments["output_dtype"] = "input+weight"
+    if site.weight_name is not None:
         arguments["weight_offset"] = site.weight_offset
     if options.is_annealed:
         arguments |= {"kind": site.kind, "norm_eps": site.eps}
-    return arguments
+    layer = options.kind(
+        channels,
+        elementwise_affine=site.has_weight or site.has_bias,
+        bias=site.has_bias,
+        per_channel=options.per_channel,
+        center=options.center and site.kind == "layernorm",
+        witnesses=options.positions,
+        scale=math.sqrt(bound),
+        dim=site.dim,
+        device=like.device,
+        dtype=like.dtype,
+        **arguments,
+    )
+    _fill_(layer, norm, site, copies)
+    most = min(options.most_witnesses, channels)
+    take_over_(layer, norm, Replaced(norm, site, witnesses=most))
+    return layer
 
 
 # Parameters that are made in inference mode can never be trained.
@@ -507,5 +432,5 @@ def _require_unshared(
                 raise ModelError(
                     "a weight or bias that is not finite, or not of the normalized shape, must "
                     f"belong only to a norm, but {full_name!r} is the same parameter: untie them, "
-                    "or keep the norm with skip="
+                    "or keep the norm with to={path: None}"
                 )

@@ -157,9 +157,9 @@ def token_places(site: NormSite, x: Tensor, batch: Batch) -> Tensor | None:
         texts = masks[0]
     else:
         return None
-    dims = site.dims
-    channel_axes = {dim % x.ndim for dim in dims}
-    token_shape = tuple(size for axis, size in enumerate(x.shape) if axis not in channel_axes)
+    sizes = list(x.shape)
+    del sizes[site.dim]
+    token_shape = tuple(sizes)
     if texts.ndim != 2 or token_shape not in (texts.shape, (texts.numel(),)):
         return None
     mask = next((mask for mask in masks if mask.shape == texts.shape), torch.ones_like(texts))
@@ -170,5 +170,5 @@ def token_places(site: NormSite, x: Tensor, batch: Batch) -> Tensor | None:
     else:
         number = torch.full_like(position, -1)
     places = torch.stack([position.flatten(), number.flatten()], 1)
-    valid = valid_tokens(x.shape, dims, masks)
+    valid = valid_tokens(x.shape, site.dim, masks)
     return places if valid is None else places[valid.to(places.device)]

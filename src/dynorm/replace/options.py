@@ -1,0 +1,136 @@
+"""Choose the layer of each norm: its options, and globs that give different norms different ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from numbers import Integral
+from typing import Any
+
+from dynorm.arguments import MOST_CHOSEN as MOST_WITNESSES
+from dynorm.errors import ArgumentError
+from dynorm.family import layer_class
+from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.site import NormSite, as_strings, require_matches
+
+Layer = str | type[PointwiseNorm]
+"""A layer by its name or its class."""
+Target = Layer | Mapping[str, Layer | Mapping[str, Any] | None]
+"""One layer for all norms, or a layer or options by the globs of the paths of norms."""
+
+REST = "*"
+"""The glob of the norms that no other glob matches."""
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """The layer in the place of a norm, as the arguments of ``convert_`` describe it.
+
+    Example:
+        >>> LayerOptions().changed({"to": "dyt", "witnesses": 4})
+        LayerOptions(to='dyt', per_channel=False, center=False, witnesses=4)
+    """
+
+    to: Layer = "dyisru"
+    per_channel: bool = False
+    center: bool = False
+    witnesses: int | Sequence[int] = 0
+
+    @property
+    def kind(self) -> type[PointwiseNorm]:
+        """The class of the layer."""
+        return layer_class(self.to)
+
+    @property
+    def is_annealed(self) -> bool:
+        """Whether the layer is a norm until its annealing ends."""
+        return issubclass(self.kind, AnnealedNorm)
+
+    @property
+    def most_witnesses(self) -> int:
+        """The number of witnesses that ``calibrate_`` may choose."""
+        if isinstance(self.witnesses, Integral):
+            return int(self.witnesses)
+        return 0
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The witnesses that were named by their positions."""
+        if isinstance(self.witnesses, Iterable):
+            return tuple(self.witnesses)
+        return ()
+
+    def changed(self, choice: Layer | Mapping[str, Any]) -> LayerOptions:
+        """Return the checked options with another layer, or with other values of some."""
+        if isinstance(choice, (str, type)):
+            choice = {"to": choice}
+        known = [field.name for field in fields(self)]
+        if not isinstance(choice, Mapping):
+            raise ArgumentError(
+                "a glob must have a layer, a mapping of options, or None to keep its norms, got "
+                f"{choice!r}: the options are {', '.join(known)}"
+            )
+        require_known(choice, known, "a site")
+        options = replace(self, **choice)
+        options.check()
+        return options
+
+    def check(self) -> None:
+        """Check every value, or raise ArgumentError."""
+        # An unknown layer has no class.
+        _ = self.kind
+        for name in ("per_channel", "center"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ArgumentError(f"{name} must be True or False, got {value!r}")
+        is_count = isinstance(self.witnesses, Integral) and not isinstance(self.witnesses, bool)
+        is_list = isinstance(self.witnesses, Iterable) and not isinstance(self.witnesses, str)
+        if self.most_witnesses < 0 or not (is_count or is_list):
+            raise ArgumentError(
+                f"witnesses must be a number from 0 to {MOST_WITNESSES}, or the positions of "
+                f"channels, got {self.witnesses!r}"
+            )
+        if max(self.most_witnesses, len(self.positions)) > MOST_WITNESSES:
+            raise ArgumentError(
+                f"witnesses must be at most {MOST_WITNESSES}, got {self.witnesses!r}: a sum over "
+                "many channels is a norm again: keep the norm"
+            )
+
+
+def options_by_glob(to: Target, base: LayerOptions) -> dict[str, LayerOptions | None]:
+    """Return the checked options for each glob of ``to``, those for the rest last.
+
+    ``base`` has what a glob does not say; None keeps the norms.
+    """
+    choices: Mapping[str, Any] = to if isinstance(to, Mapping) else {REST: to}
+    globs = [glob for glob in as_strings(choices) if glob != REST]
+    options: dict[str, LayerOptions | None] = {}
+    for glob in [*globs, REST]:
+        choice = choices.get(glob, {})
+        options[glob] = None if choice is None else base.changed(choice)
+    return options
+
+
+def chosen_options(
+    sites: Sequence[NormSite], by_glob: Mapping[str, LayerOptions | None]
+) -> dict[str, LayerOptions]:
+    """Return the options of each site to convert, by its path: those of the first glob."""
+    require_matches(sites, [glob for glob in by_glob if glob != REST])
+    chosen = {}
+    for site in sites:
+        glob = next(glob for glob in by_glob if site.matches(glob))
+        options = by_glob[glob]
+        if options is not None:
+            chosen[site.path] = options
+    return chosen
+
+
+def require_known(values: Iterable[str], known: Sequence[str], owner: str) -> None:
+    """Refuse a name that is not among the known ones, and suggest the nearest."""
+    for name in values:
+        if name in known:
+            continue
+        near = get_close_matches(str(name), known, 1)
+        hint = f"do you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        raise ArgumentError(f"in {owner} every option must be known, got {name!r}: {hint}")
