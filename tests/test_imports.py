@@ -23,6 +23,7 @@ GROUND = (
     ("table",),
     ("arguments",),
     ("wrappers",),
+    ("token_sums",),
     ("functional",),
     ("theory",),
     ("kernels",),

@@ -11,15 +11,13 @@ from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError
 
-Axes = int | tuple[int, ...]
+Axes = int
 Constant = float | Tensor
 Shape = int | Sequence[int]
 
-MOST_CHOSEN = 16
-"""Up to this number of witnesses they are chosen one by one; more are a sample of all channels.
-
-All of dynorm computes the two in different ways: kMostFew in kernels/csrc/types.h is the same number.
-"""
+MOST_WITNESSES = 16
+"""The largest number of witnesses: a sum over more channels is a norm again."""
+MOST_CHOSEN = MOST_WITNESSES
 
 # Calls that show whether something watches operations one by one: functorch's transforms, modes,
 # torch.jit.trace. Each returns None, 0 or False if not.
@@ -29,9 +27,6 @@ WATCHERS: tuple[Callable[[], object], ...] = (
     torch._C._len_torch_function_stack,
     torch._C._get_tracing_state,
 )
-
-# The attributes that DeepSpeed's ZeRO-3 gives a parameter that it partitions.
-_ZERO_MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor")
 
 
 def watched() -> bool:
@@ -47,6 +42,13 @@ def check_positive(name: str, value: float) -> float:
     return float(value)
 
 
+def check_finite(name: str, value: float) -> float:
+    """Return ``value``, or raise ArgumentError when it is not a finite number."""
+    if not (hasattr(value, "__float__") and math.isfinite(value)):
+        raise ArgumentError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
+
+
 def check_not_negative(name: str, value: float) -> float:
     """Return ``value``, or raise ArgumentError if it is negative, not finite or not a number."""
     if isinstance(value, bool) or not (hasattr(value, "__float__") and 0 <= value < math.inf):
@@ -57,10 +59,7 @@ def check_not_negative(name: str, value: float) -> float:
 
 
 def check_share(name: str, value: float) -> float:
-    """Return ``value``, or raise ArgumentError if it is not a number from 0 to 1.
-
-    NumPy's numbers are accepted.
-    """
+    """Return ``value``, or raise ArgumentError if it is not a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
         raise ArgumentError(f"{name} must be a number from 0 to 1, got {value!r}")
     return float(value)
@@ -82,60 +81,49 @@ def check_module(value: nn.Module, name: str = "the model") -> None:
 def require_gathered(model: nn.Module) -> None:
     """Refuse the empty placeholders that DeepSpeed's ZeRO-3 leaves between calls.
 
-    It marks every parameter that it partitions. While a parameter is gathered it has its values,
-    and an ordinary empty parameter has no mark.
+    Other tools empty parameters too, without a mark; a point-wise layer has no empty one.
     """
-    for name, parameter in model.named_parameters():
-        marks = [mark for mark in _ZERO_MARKS if hasattr(parameter, mark)]
-        size = math.prod(getattr(parameter, "ds_shape", (1,)))
-        if marks and size and not parameter.numel():
+    for path, module in model.named_modules():
+        is_layer = getattr(module, "_dynorm_layer", False)
+        for name, parameter in module.named_parameters(recurse=False):
+            is_marked = hasattr(parameter, "ds_id") and math.prod(parameter.ds_shape) > 0
+            if parameter.numel() or not (is_layer or is_marked):
+                continue
+            full_name = f"{path}.{name}".lstrip(".")
             raise ModelError(
-                f"the model's tensors must hold values, but {name!r} is a placeholder of "
-                "DeepSpeed's ZeRO-3, which keeps the values elsewhere: do this inside `with "
+                f"the model's tensors must hold values, but {full_name!r} is an empty placeholder, "
+                "as DeepSpeed's ZeRO-3 leaves one: do this inside `with "
                 "deepspeed.zero.GatheredParameters(list(model.parameters())):`, or before "
                 "deepspeed.initialize"
             )
-    for path, module in model.named_modules():
-        if not getattr(module, "_dynorm_layer", False):
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            # Without a mark: other tools empty parameters too. A layer has no empty one.
-            if not parameter.numel():
-                full_name = f"{path}.{name}".lstrip(".")
-                raise ModelError(
-                    f"the model's tensors must hold values, but {full_name!r} is empty: gather the "
-                    "parameters first, with the tool that keeps their values"
-                )
 
 
-def check_shape(normalized_shape: Shape) -> tuple[int, ...]:
-    """Return the normalised shape as a tuple of positive sizes."""
-    sizes = _integers("normalized_shape", normalized_shape)
-    if min(sizes) < 1:
+def check_channels(normalized_shape: Shape) -> int:
+    """Return the size C of the channel axis, given as an int or as a sequence of one."""
+    value: Any = normalized_shape
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != 1:
+            raise ArgumentError(
+                f"normalized_shape must be the size of one axis, got {normalized_shape!r}: keep a "
+                "norm over several axes, or flatten them in front of it"
+            )
+        value = value[0]
+    channels = _check_int("normalized_shape", value)
+    if channels < 1:
         raise ArgumentError(f"normalized_shape must be positive, got {normalized_shape!r}")
-    return sizes
+    return channels
 
 
-def check_dim(dim: Shape, shape: tuple[int, ...]) -> Axes:
-    """Return the axes of ``shape``: the last ones for -1."""
-    dims = _integers("dim", dim)
-    if dims == (-1,) and isinstance(dim, int):
-        dims = tuple(range(-len(shape), 0))
-    if len(dims) != len(shape) or len(set(dims)) != len(dims):
-        raise ArgumentError(
-            f"dim must name {len(shape)} different axes for normalized_shape {shape}, got {dim!r}"
-        )
-    if len(dims) == 1:
-        return dims[0]
-    return dims
+def check_dim(dim: int) -> int:
+    """Return the channel axis, or raise ArgumentError if it is not an integer."""
+    return _check_int("dim", dim)
 
 
-def _integers(name: str, value: Shape) -> tuple[int, ...]:
-    """Return one integer or several as a tuple; NumPy's are accepted, booleans and floats not."""
-    values = tuple(value) if isinstance(value, Sequence) else (value,)
-    if not values or any(isinstance(v, bool) or not hasattr(v, "__index__") for v in values):
-        raise ArgumentError(f"{name} must be an int or a non-empty sequence of ints, got {value!r}")
-    return tuple(operator.index(v) for v in values)
+def _check_int(name: str, value: Any) -> int:
+    """Return an integer; NumPy's are accepted, booleans and floats are not."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ArgumentError(f"{name} must be an int, got {value!r}")
+    return operator.index(value)
 
 
 def upcast(value: Tensor) -> Tensor:
@@ -153,24 +141,15 @@ def clamped(z: Tensor) -> Tensor:
     return z.clamp(-limit, limit)
 
 
-def resolve(x: Tensor, dim: Axes) -> tuple[Tensor, tuple[int, ...]]:
-    """Return ``x`` in the dtype to compute in, and ``dim`` as axes counted from the front."""
+def resolve(x: Tensor, dim: int) -> tuple[Tensor, int]:
+    """Return ``x`` in the dtype to compute in, and ``dim`` counted from the front."""
     check_floating("x", x, "convert it, say with .float()")
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    if not dims or not all(-x.ndim <= d < x.ndim for d in dims):
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         raise ArgumentError(
-            f"dim must name dimensions of x, which has {x.ndim}, got {dim}: "
-            f"give one or more integers from {-x.ndim} to {x.ndim - 1}"
+            f"dim must name one dimension of x, which has {x.ndim}, got {dim}: give an integer "
+            f"from {-x.ndim} to {x.ndim - 1}"
         )
-    axes = tuple(d % x.ndim for d in dims)
-    if len(set(axes)) < len(axes):
-        raise ArgumentError(f"dim must not repeat a dimension, got {dim}: name each one once")
-    return upcast(x), axes
-
-
-def count(z: Tensor, axes: tuple[int, ...]) -> int:
-    """Return C, the number of normalised elements."""
-    return math.prod([z.shape[axis] for axis in axes])
+    return upcast(x), dim % x.ndim
 
 
 def check_floating(name: str, value: Tensor, advice: str = "convert it first") -> None:
@@ -181,12 +160,7 @@ def check_floating(name: str, value: Tensor, advice: str = "convert it first") -
 
 
 def constant(
-    name: str,
-    value: Constant,
-    z: Tensor,
-    axes: tuple[int, ...],
-    *,
-    positive: bool = False,
+    name: str, value: Constant, z: Tensor, axis: int, *, positive: bool = False
 ) -> Constant:
     """Return a constant of a point-wise function ready to be broadcast against ``z``."""
     if not isinstance(value, Tensor):
@@ -197,68 +171,76 @@ def constant(
         return value
     check_floating(name, value)
     shape = tuple(value.shape)
-    normalized = tuple(z.shape[axis] for axis in axes)
-    if shape == normalized:
-        return along(value, z, axes).to(z.dtype)
+    if shape == (z.shape[axis],):
+        return along(value, z, axis).to(z.dtype)
     # Under torch.compile, "1 in (1, m)" is False when m is symbolic.
     broadcast = len(shape) == z.ndim and all(
         n == 1 or n == m for n, m in zip(shape, z.shape, strict=True)
     )
     if not broadcast and shape not in ((), (1,)):
         raise ArgumentError(
-            f"{name} must be a float or a tensor of shape (1,), {normalized} or one that "
+            f"{name} must be a float or a tensor of shape (1,), ({z.shape[axis]},) or one that "
             f"broadcasts against x of shape {tuple(z.shape)}, got {shape}: reshape it, or pass the "
             "dim along which it lies"
         )
     return value.to(z.dtype)
 
 
-def parameter(
-    name: str,
-    value: Tensor | None,
-    z: Tensor,
-    axes: tuple[int, ...],
-) -> Tensor | None:
-    """Return a parameter of the normalised shape ready to be broadcast against ``z``."""
+def parameter(name: str, value: Tensor | None, z: Tensor, axis: int) -> Tensor | None:
+    """Return a parameter with one number per channel ready to be broadcast against ``z``."""
     if value is None:
         return None
     check_floating(name, value)
-    normalized = tuple(z.shape[axis] for axis in axes)
-    if tuple(value.shape) != normalized:
+    if tuple(value.shape) != (z.shape[axis],):
         raise ArgumentError(
-            f"{name} must have the shape {normalized} of the normalised dimensions, "
-            f"got {tuple(value.shape)}: reshape it, or pass the dim along which it lies"
+            f"{name} must have the shape ({z.shape[axis]},) of the channels, got "
+            f"{tuple(value.shape)}: reshape it, or pass the dim along which it lies"
         )
-    return along(value, z, axes).to(z.dtype)
+    return along(value, z, axis).to(z.dtype)
 
 
-def along(value: Tensor, z: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """Lay ``value``, whose dimensions are ``axes`` of ``z``, along them."""
-    ordered = value.permute(sorted(range(len(axes)), key=axes.__getitem__))
-    return ordered.reshape([n if axis in axes else 1 for axis, n in enumerate(z.shape)])
+def along(value: Tensor, z: Tensor, axis: int) -> Tensor:
+    """Lay a vector along an axis of ``z``, counted from the front."""
+    return value.reshape([-1 if d == axis else 1 for d in range(z.ndim)])
 
 
 def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int, ...]:
     """Return the positions of witness channels, checked; a number N means the first N."""
     if isinstance(witnesses, Integral) and not isinstance(witnesses, bool):
-        count = int(witnesses)
-        if not 0 <= count <= channels:
+        positions = tuple(range(int(witnesses)))
+        if not 0 <= witnesses <= channels:
             raise ArgumentError(
-                f"the number of witnesses must be from 0 to the {channels} channels, got {count}"
+                f"the number of witnesses must be from 0 to the {channels} channels, got "
+                f"{witnesses}"
             )
-        return tuple(range(count))
-    positions: list[int] = []
+    else:
+        positions = _positions(witnesses)
+    if len(positions) > MOST_WITNESSES:
+        raise ArgumentError(
+            f"there must be at most {MOST_WITNESSES} witnesses, got {len(positions)}: a sum over "
+            "many channels is a norm again, so keep the norm"
+        )
+    check_different_channels(positions, channels)
+    return positions
+
+
+def _positions(witnesses: object) -> tuple[int, ...]:
+    """Return a sequence of integers as a tuple."""
     try:
-        for k in cast("Sequence[Any]", witnesses):
-            # Python takes True for an index.
-            if isinstance(k, bool):
-                raise TypeError(f"{k} is not a position")
-            positions.append(operator.index(k))
+        values = tuple(cast("Sequence[Any]", witnesses))
+        # Python takes True for an index.
+        if any(isinstance(value, bool) for value in values):
+            raise TypeError("a position is not a bool")
+        return tuple(operator.index(value) for value in values)
     except TypeError as error:
         raise ArgumentError(
             "witnesses must be a number of channels, or their positions, integers, got "
             f"{witnesses!r}"
         ) from error
+
+
+def check_different_channels(positions: Sequence[int], channels: int) -> None:
+    """Refuse a position that is out of range or named twice."""
     outside = [k for k in positions if not 0 <= k < channels]
     if outside or len(set(positions)) < len(positions):
         problem = f"{outside[0]} is out of range" if outside else "one is named twice"
@@ -266,16 +248,12 @@ def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int,
             f"witnesses must be different channels from 0 to {channels - 1}, but {problem}: "
             f"{tuple(positions)}"
         )
-    return tuple(positions)
 
 
 def check_witness_tensors(witnesses: Tensor, gain: Tensor | None, channels: int) -> None:
     """Refuse witnesses and gains that are not as :func:`dynorm.functional.dyisru_general` says."""
-    if (
-        witnesses.ndim != 1
-        or witnesses.dtype not in (torch.int32, torch.int64)
-        or len(witnesses) > channels
-    ):
+    is_index = witnesses.ndim == 1 and witnesses.dtype in (torch.int32, torch.int64)
+    if not is_index or len(witnesses) > channels:
         raise ArgumentError(
             f"witnesses must be an integer tensor (K,) with K at most the {channels} channels of "
             f"x, got {witnesses.dtype} of shape {tuple(witnesses.shape)}: give the positions of "
@@ -283,7 +261,7 @@ def check_witness_tensors(witnesses: Tensor, gain: Tensor | None, channels: int)
         )
     # Reading the values is free on the CPU; under a tracer or a transform there are none.
     if type(witnesses) is Tensor and witnesses.is_cpu and not watched():
-        check_witnesses(witnesses.tolist(), channels)
+        check_different_channels(witnesses.tolist(), channels)
     if gain is not None:
         check_floating("gain", gain)
         if gain.shape != witnesses.shape:

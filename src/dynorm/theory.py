@@ -5,8 +5,7 @@ sum of their squares. With these as constants, a point-wise function is the norm
 approximation of it. Equation numbers are those of arXiv 2503.21708. All functions raise
 :class:`dynorm.errors.ArgumentError` when an argument is outside its domain.
 
-``x`` is a floating point tensor of any shape, ``dim`` the normalised dimension, or several, and
-``eps`` the number, not negative, that the norm adds to its variance or mean of squares. Results
+``x`` is a floating point tensor of any shape, ``dim`` the dimension of the channels, and ``eps`` the number, not negative, that the norm adds to its variance or mean of squares. Results
 have the shape and dtype of ``x``. The leave-one-out functions need at least two channels, run in
 O(C), and stay accurate if one channel dominates. A ``beta`` argument is a positive float or a
 tensor of any shape; the result is of the same kind.
@@ -18,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dynorm.arguments import Axes, check_not_negative, count, resolve
+from dynorm.arguments import along, check_not_negative, resolve
 from dynorm.errors import ArgumentError
 from dynorm.functional import center, dyisru, dyisru_general, mean_square, rms
 
@@ -47,7 +46,7 @@ __all__ = [
 FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
 
 
-def layer_norm_slope_factor(x: Tensor, dim: Axes = -1, keepdim: bool = False) -> Tensor:
+def layer_norm_slope_factor(x: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
     r"""Return the factor of LayerNorm's derivative that depends on the whole token (eq. 6).
 
     .. math:: F(x) = \frac{1}{C \sigma}
@@ -58,12 +57,12 @@ def layer_norm_slope_factor(x: Tensor, dim: Axes = -1, keepdim: bool = False) ->
         >>> layer_norm_slope_factor(torch.tensor([-2.0, 2.0]))
         tensor(0.2500)
     """
-    z, axes = resolve(x, dim)
+    z, axis = resolve(x, dim)
     sigma = rms(center(z, dim), dim, keepdim=keepdim)
-    return (1 / (count(z, axes) * sigma)).to(x.dtype)
+    return (1 / (z.shape[axis] * sigma)).to(x.dtype)
 
 
-def layer_norm_derivative(x: Tensor, dim: Axes = -1) -> Tensor:
+def layer_norm_derivative(x: Tensor, dim: int = -1) -> Tensor:
     r"""Return the diagonal of LayerNorm's Jacobian (eq. 5, Theorem 1).
 
     .. math:: \frac{dy_i}{dx_i} = F(x) (C - 1 - y_i^2)
@@ -72,14 +71,14 @@ def layer_norm_derivative(x: Tensor, dim: Axes = -1) -> Tensor:
         >>> layer_norm_derivative(torch.tensor([-1.0, 0.0, 1.0]))
         tensor([0.2041, 0.8165, 0.2041])
     """
-    z, axes = resolve(x, dim)
-    channels, d = count(z, axes), center(z, dim)
+    z, axis = resolve(x, dim)
+    channels, d = z.shape[axis], center(z, dim)
     y = d / rms(d, dim, keepdim=True)
     factor = layer_norm_slope_factor(z, dim, keepdim=True)
     return (factor * (channels - 1 - y * y)).to(x.dtype)
 
 
-def channel_beta(x: Tensor, dim: Axes = -1) -> Tensor:
+def channel_beta(x: Tensor, dim: int = -1) -> Tensor:
     r"""Return each channel's beta that makes DyISRU around the mean LayerNorm (eq. 14, Theorem 4).
 
     .. math:: \beta_i = (C - 1) \sigma_{\neq i}^2 - \sigma^2 = \frac{(C - 1)^2}{C} v_i,
@@ -98,7 +97,7 @@ def channel_beta(x: Tensor, dim: Axes = -1) -> Tensor:
     return (square_sum - mean_square(d, dim, keepdim=True)).to(x.dtype)
 
 
-def leave_one_out_mean(x: Tensor, dim: Axes = -1) -> Tensor:
+def leave_one_out_mean(x: Tensor, dim: int = -1) -> Tensor:
     r"""Return for each channel the mean of the others.
 
     .. math:: m_i = \frac{1}{C - 1} \sum_{k \neq i} x_k
@@ -109,13 +108,13 @@ def leave_one_out_mean(x: Tensor, dim: Axes = -1) -> Tensor:
         >>> leave_one_out_mean(torch.tensor([0.0, 1.0, 3.0]))
         tensor([2.0000, 1.5000, 0.5000])
     """
-    z, axes = resolve(x, dim)
-    rest = _without_outlier(z, axes)
+    z, axis = resolve(x, dim)
+    rest = _without_outlier(z, axis)
     difference = (rest.peak - rest.deviation) / (rest.channels - 1)
     return (rest.mean + difference).to(x.dtype)
 
 
-def leave_one_out_variance(x: Tensor, dim: Axes = -1) -> Tensor:
+def leave_one_out_variance(x: Tensor, dim: int = -1) -> Tensor:
     r"""Return for each channel the biased variance of the others about their mean (eq. 14).
 
     .. math:: v_i = \frac{1}{C - 1} \sum_{k \neq i} (x_k - m_i)^2
@@ -124,8 +123,8 @@ def leave_one_out_variance(x: Tensor, dim: Axes = -1) -> Tensor:
         >>> leave_one_out_variance(torch.tensor([0.0, 1.0, 3.0]))
         tensor([1.0000, 2.2500, 0.2500])
     """
-    z, axes = resolve(x, dim)
-    rest = _without_outlier(z, axes)
+    z, axis = resolve(x, dim)
+    rest = _without_outlier(z, axis)
     others = rest.channels - 1
     # Taking the outlier in and channel i out adds the product of these to the sum of squares. As
     # the outlier is the channel farthest from the mean, both factors have the sign of its
@@ -135,7 +134,7 @@ def leave_one_out_variance(x: Tensor, dim: Axes = -1) -> Tensor:
     return ((rest.square_sum + first * second) / others).to(x.dtype)
 
 
-def leave_one_out_beta(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Tensor:
+def leave_one_out_beta(x: Tensor, dim: int = -1, eps: float = 0.0) -> Tensor:
     r"""Return each channel's beta that makes DyISRU LayerNorm around :func:`leave_one_out_mean`.
 
     .. math:: b_i = C v_i + \frac{C^2}{C - 1} \varepsilon
@@ -147,16 +146,16 @@ def leave_one_out_beta(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Tensor:
         >>> leave_one_out_beta(torch.tensor([0.0, 1.0, 3.0]))
         tensor([3.0000, 6.7500, 0.7500])
     """
-    z, axes = resolve(x, dim)
+    z, axis = resolve(x, dim)
     check_not_negative("eps", eps)
-    channels = _count_at_least_two(z, axes)
+    channels = _count_at_least_two(z, axis)
     # x_i - mu is (C - 1) / C of x_i - m_i, hence not C eps as for RMSNorm.
     return (channels * leave_one_out_variance(z, dim) + eps * channels**2 / (channels - 1)).to(
         x.dtype
     )
 
 
-def leave_one_out_square_sum(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Tensor:
+def leave_one_out_square_sum(x: Tensor, dim: int = -1, eps: float = 0.0) -> Tensor:
     r"""Return each channel's beta that makes DyISRU RMSNorm (eq. 14 without a centre).
 
     .. math:: s_i = \sum_{k \neq i} x_k^2 + C \varepsilon
@@ -167,16 +166,16 @@ def leave_one_out_square_sum(x: Tensor, dim: Axes = -1, eps: float = 0.0) -> Ten
         >>> leave_one_out_square_sum(torch.tensor([1.0, 2.0, 3.0]))
         tensor([13., 10.,  5.])
     """
-    z, axes = resolve(x, dim)
+    z, axis = resolve(x, dim)
     check_not_negative("eps", eps)
-    channels, squares = _count_at_least_two(z, axes), z * z
-    largest = _is_largest(squares, axes)
-    rest, peak = _sum_without(largest, squares, axes), _sum_without(~largest, squares, axes)
+    channels, squares = _count_at_least_two(z, axis), z * z
+    largest = _is_largest(squares, axis)
+    rest, peak = _sum_without(largest, squares, axis), _sum_without(~largest, squares, axis)
     # Both terms are non-negative: the plain difference of sums would cancel at an outlier.
     return (rest + (peak - squares) + channels * eps).to(x.dtype)
 
 
-def layer_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
+def layer_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: int = -1) -> Tensor:
     r"""Evaluate LayerNorm as a DyISRU with a centre and beta per channel (eq. 13 and 14).
 
     .. math:: \mathrm{LN}(x)_i = \sqrt{C - 1} \frac{x_i - m_i}{\sqrt{b_i + (x_i - m_i)^2}}
@@ -193,7 +192,7 @@ def layer_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
     return dyisru_general(z, beta, middle, dim=dim).to(x.dtype)
 
 
-def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
+def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: int = -1) -> Tensor:
     r"""Evaluate RMSNorm as a DyISRU whose beta leaves out the channel that it acts on (eq. 15).
 
     .. math:: \mathrm{RMSNorm}(x)_i = \sqrt{C} \frac{x_i}{\sqrt{s_i + x_i^2}}
@@ -204,13 +203,13 @@ def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
         >>> rms_norm_as_dyisru(torch.tensor([1.0, 7.0]))
         tensor([0.2000, 1.4000])
     """
-    z, axes = resolve(x, dim)
+    z, axis = resolve(x, dim)
     beta = leave_one_out_square_sum(z, dim, eps)
-    scale = math.sqrt(count(z, axes))
+    scale = math.sqrt(z.shape[axis])
     return dyisru(z, beta, scale=scale, dim=dim).to(x.dtype)
 
 
-def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor:
+def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: int = -1) -> Tensor:
     r"""Evaluate RMSNorm as a DyISRU with every channel as a witness of gain 1.
 
     .. math:: \mathrm{RMSNorm}(x)_i = \sqrt{C}
@@ -222,9 +221,9 @@ def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: Axes = -1) -> Tensor
         >>> rms_norm_by_witnesses(torch.tensor([1.0, 7.0]))
         tensor([0.2000, 1.4000])
     """
-    z, axes = resolve(x, dim)
+    z, axis = resolve(x, dim)
     check_not_negative("eps", eps)
-    channels = count(z, axes)
+    channels = z.shape[axis]
     # A tensor: a float must be positive, but beta is 0 without eps.
     beta = torch.full((1,), eps * channels, dtype=z.dtype, device=z.device)
     every = torch.arange(channels, device=z.device)
@@ -361,42 +360,38 @@ class _Rest(NamedTuple):
     peak: Tensor  # the outlier's deviation
 
 
-def _without_outlier(z: Tensor, axes: tuple[int, ...]) -> _Rest:
+def _without_outlier(z: Tensor, axis: int) -> _Rest:
     """Return the statistics of each token without its outlier.
 
     Sums over all channels lose the small ones next to a huge one, and subtracting that leaves only
     noise.
     """
-    channels = _count_at_least_two(z, axes)
-    outlier = _is_largest(center(z, axes).abs(), axes)
-    mean = _sum_without(outlier, z, axes) / (channels - 1)
+    channels = _count_at_least_two(z, axis)
+    outlier = _is_largest(center(z, axis).abs(), axis)
+    mean = _sum_without(outlier, z, axis) / (channels - 1)
     # A second pass removes the rounding of a mean that is large compared to the deviations.
-    drift = _sum_without(outlier, z - mean, axes) / (channels - 1)
+    drift = _sum_without(outlier, z - mean, axis) / (channels - 1)
     deviation = z - mean - drift
-    square_sum = _sum_without(outlier, deviation * deviation, axes)
+    square_sum = _sum_without(outlier, deviation * deviation, axis)
     return _Rest(
-        channels, mean + drift, deviation, square_sum, _sum_without(~outlier, deviation, axes)
+        channels, mean + drift, deviation, square_sum, _sum_without(~outlier, deviation, axis)
     )
 
 
-def _is_largest(z: Tensor, axes: tuple[int, ...]) -> Tensor:
+def _is_largest(z: Tensor, axis: int) -> Tensor:
     """Return a mask that is True at one largest element of each token."""
-    last = tuple(range(-len(axes), 0))
-    moved = z.movedim(axes, last)
-    flat = moved.flatten(-len(axes))
-    positions = torch.arange(flat.shape[-1], device=z.device)
-    mask = positions == flat.argmax(-1, keepdim=True)
-    return mask.reshape(moved.shape).movedim(last, axes)
+    positions = along(torch.arange(z.shape[axis], device=z.device), z, axis)
+    return positions == z.argmax(axis, keepdim=True)
 
 
-def _sum_without(mask: Tensor, z: Tensor, axes: tuple[int, ...]) -> Tensor:
+def _sum_without(mask: Tensor, z: Tensor, axis: int) -> Tensor:
     """Return the sum of each token's elements where ``mask`` is False."""
-    return torch.where(mask, 0, z).sum(axes, keepdim=True)
+    return torch.where(mask, 0, z).sum(axis, keepdim=True)
 
 
-def _count_at_least_two(z: Tensor, axes: tuple[int, ...]) -> int:
+def _count_at_least_two(z: Tensor, axis: int) -> int:
     """Return C, refusing tokens of one channel, of which nothing would remain."""
-    channels = count(z, axes)
+    channels = z.shape[axis]
     if channels < 2:
         raise ArgumentError(
             f"x must have at least 2 channels to leave one out, got {channels} in shape "

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 # By the name of the wrapper's class, the name of the module inside. That name is not enough: a
 # model may have a part that is called "module".
@@ -92,3 +92,11 @@ def plain_state(
 def without_wrappers(path: str) -> str:
     """Return a path without the names that only wrappers use, when the model is not at hand."""
     return ".".join(part for part in path.split(".") if part not in _UNMISTAKABLE)
+
+
+def gathered(value: Tensor) -> Tensor:
+    """Return the full tensor of a DTensor, by a collective of all ranks; another one as it is."""
+    if hasattr(value, "full_tensor"):
+        full: Tensor = value.full_tensor()
+        return full
+    return value

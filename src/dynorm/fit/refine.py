@@ -21,6 +21,7 @@ from dynorm.guard import (
     undisturbed,
 )
 from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.layers.groups import constant_rates
 from dynorm.plain import Plain
 from dynorm.ranks import BATCH, Ranks
 from dynorm.recipe import Recipe
@@ -273,7 +274,7 @@ def _descend(
     """Take the steps of Adam, and return the parameters after them, in at least float32."""
     rates: dict[nn.Parameter, float] = {}
     for layer in layers:
-        rates |= layer.constant_rates()
+        rates |= constant_rates(layer)
     # In half precision small steps would be lost, and Adam's eps would be 0.
     masters = [nn.Parameter(upcast(p.detach()).clone()) for p in parameters]
     options = []

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynorm.dtypes import DtypeRule
 from dynorm.fold.plan import Plan
 from dynorm.fold.site import SiteFold
 from dynorm.guard import edited_parts, unchanged_on_error
@@ -122,8 +121,7 @@ def _release_dtype_(layer: PointwiseNorm) -> None:
     constant = layer.first_constant
     if layer.weight is None or layer.weight.dtype == constant.dtype:
         return
-    if layer.output_dtype == DtypeRule("input+weight"):
-        layer.output_dtype = None
+    layer.promote = False
 
 
 def _forget_original_(module: nn.Module) -> None:
@@ -149,7 +147,7 @@ def _rms_for(fold: SiteFold) -> nn.Module:
         "norm_eps": fold.site.eps,
         "dim": fold.site.dim,
         "elementwise_affine": False,
-        "output_dtype": "input+weight" if fold.site.promote else None,
+        "promote": fold.site.promote,
     }
     layer = LayerSpec("rmsnorm", config).build(None, None)
     if fold.is_absorbed:

@@ -267,8 +267,6 @@ def _line(fold: SiteFold, log_beta: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _kept_dtypes(layer: PointwiseNorm) -> frozenset[torch.dtype]:
     """Return the dtypes of inputs that a layer returns, if it would also do so in another dtype."""
-    if layer.output_dtype is not None and not layer.output_dtype.follows_model:
-        return frozenset()
     return frozenset(dtype for dtype in _DTYPES if layer.returned_dtype(dtype) == dtype)
 
 

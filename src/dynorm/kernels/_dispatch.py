@@ -67,51 +67,31 @@ def pointwise(
     x: Tensor,
     parameters: Parameters,
     scale: float,
-    shape: tuple[int, ...],
-    dim: int | tuple[int, ...],
     logarithmic: bool = False,
-    witnesses: tuple[int, ...] = (),
+    token_constant: Tensor | None = None,
 ) -> Tensor | None:
     """Return y, of the shape and dtype of x, by a kernel; None if only the definition can serve.
 
     The definition serves under a tracer, a transform or a mode, for subclasses of Tensor, for
-    layouts without a kernel, for more witnesses than an old build of the CPU kernels takes, and for
-    invalid input, so that it raises the error. The sizes of x at ``dim``, an axis or several, are
-    ``shape``, whose positions the witnesses count; the rest is as in :class:`Form`. An x on another
-    device than its parameters is an ArgumentError.
+    layouts without a kernel, and for invalid input, so that it raises the error. The channels of x
+    come last. ``token_constant`` has one number per token, the T by which the constant of the token
+    grows. An x on another device than its parameters is an ArgumentError.
     """
-    if not ENABLED or torch.compiler.is_compiling():
+    if not ENABLED or torch.compiler.is_compiling() or token_constant is not None or not x.ndim:
         return None
-    if witnesses and x.is_cpu and len(witnesses) > _cpu.most_witnesses():
-        return None
-    channels_last = dim == -1 or dim == tuple(range(-len(shape), 0))
-    if channels_last:
-        y = fast_path(function, x, parameters, scale, shape, logarithmic, witnesses)
-        if y is not None:
-            return y
+    shape = (x.shape[-1],)
+    y = fast_path(function, x, parameters, scale, shape, logarithmic, ())
+    if y is not None:
+        return y
     if traced(x) or serving(x.device.type) == "torch":
         return None
-    if not fits(x, parameters, shape, len(witnesses)):
+    if not fits(x, parameters, shape, 0):
         return None
     call: Callable[..., Tensor] = _compute
     if wants_gradient(x, parameters):
         call = _Pointwise.apply
-    channels = math.prod(shape)
-    if channels_last:
-        form = _form(function, logarithmic, scale, channels, 1, witnesses)
-        return call(form, x.contiguous(), *parameters)
-    if not isinstance(dim, int):
-        return None
-    moved = x.movedim(dim, -1)
-    # In torch's channels_last layout the channels come last in memory, whatever their axis: nothing
-    # is copied.
-    if moved.is_contiguous():
-        form = _form(function, logarithmic, scale, channels, 1, witnesses)
-        return call(form, moved, *parameters).movedim(-1, dim)
-    if witnesses:
-        return None
-    inner = math.prod(x.shape[dim % x.ndim + 1 :])
-    return call(_form(function, logarithmic, scale, channels, inner), x.contiguous(), *parameters)
+    form = _form(function, logarithmic, scale, shape[0], 1)
+    return call(form, x.contiguous(), *parameters)
 
 
 def fast_path(

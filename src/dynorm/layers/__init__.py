@@ -7,12 +7,12 @@ from dynorm.layers.annealed import (
     AnnealedLinear,
     AnnealedNorm,
 )
-from dynorm.layers.pointwise import PointwiseNorm
 from dynorm.layers.derf import Derf
 from dynorm.layers.dyisru import DyISRU
 from dynorm.layers.dyt import DyT
 from dynorm.layers.groups import param_groups
 from dynorm.layers.linear import LinearControl
+from dynorm.layers.pointwise import PointwiseNorm
 
 ELN = DyISRU  # the name in the first version of the paper
 

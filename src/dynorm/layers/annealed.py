@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
 from dynorm import functional
-from dynorm.arguments import Shape, check_not_negative, check_share, upcast
+from dynorm.arguments import Shape, check_channels, check_not_negative, check_share, upcast
 from dynorm.errors import ArgumentError
 from dynorm.kernels import traced
-from dynorm.layers.pointwise import PointwiseNorm, arguments_by_name
 from dynorm.layers.derf import Derf
 from dynorm.layers.dyisru import DyISRU
 from dynorm.layers.dyt import DyT
 from dynorm.layers.linear import LinearControl
+from dynorm.layers.pointwise import PointwiseNorm
 
 Kind = Literal["layernorm", "rmsnorm"]
 
@@ -32,8 +32,7 @@ class AnnealedNorm(PointwiseNorm):
     :attr:`position` is read next.
 
     Args:
-        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for
-            ``nn.LayerNorm``.
+        normalized_shape: the size C of the channel axis.
         kind: the norm it begins as: "layernorm" or "rmsnorm".
         norm_eps: the number that this norm adds to the variance, or to the mean square.
         t: how far it is annealed, from 0 to 1; :func:`dynorm.set_anneal_` moves it.
@@ -61,7 +60,6 @@ class AnnealedNorm(PointwiseNorm):
     target: ClassVar[type[PointwiseNorm]]
     t: Tensor
 
-    @arguments_by_name
     @torch.inference_mode(False)
     def __init__(
         self,
@@ -76,7 +74,10 @@ class AnnealedNorm(PointwiseNorm):
             raise ArgumentError(f"kind must be 'layernorm' or 'rmsnorm', got {kind!r}")
         self.kind: Kind = kind
         self.norm_eps = check_not_negative("norm_eps", norm_eps)
-        super().__init__(normalized_shape, **options)
+        channels = check_channels(normalized_shape)
+        if options.get("scale") is None and kind == "layernorm":
+            options["scale"] = math.sqrt(max(channels - 1, 1))
+        super().__init__(channels, **options)
         # A tensor, so that a step of t compiles nothing again, and so that checkpoints hold it.
         self.register_buffer("t", torch.zeros(1, dtype=torch.float32, device=options.get("device")))
         self.set_t_(t)
@@ -108,7 +109,7 @@ class AnnealedNorm(PointwiseNorm):
             self._stage = 2 if t else 0
         if not self.t.is_meta:
             self.t.fill_(t)
-        self._seen = _written(self.t)
+        self._writes_seen = _writes(self.t)
 
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the function of ``x``; only at t = 1 is it point-wise."""
@@ -120,9 +121,8 @@ class AnnealedNorm(PointwiseNorm):
             return self._with_constants(self._norm(x))
         # Blended in at least float32: two roundings to bfloat16 would be visible.
         z = upcast(x)
-        norm = self._norm(z, is_input=z is x)
-        function = super().pointwise(z)
-        return torch.lerp(norm, function, self.t.to(z.dtype)).to(x.dtype)
+        y = torch.lerp(self._norm(z), super().pointwise(z), self.t.to(z.dtype))
+        return y.to(x.dtype)
 
     def end(self) -> PointwiseNorm:
         """Return the point-wise layer at t = 1, with the same parameters, not copies."""
@@ -144,18 +144,11 @@ class AnnealedNorm(PointwiseNorm):
         """Describe the layer as ``print(model)`` shows it."""
         return f"{super().extra_repr()}, kind={self.kind}, t={self.position:g}"
 
-    def _norm(self, x: Tensor, is_input: bool = True) -> Tensor:
-        """Return the norm, by torch's own kernel if it takes these axes and dtypes.
-
-        ``is_input``: x is the layer's input, not a copy of it in another dtype.
-        """
+    def _norm(self, x: Tensor) -> Tensor:
+        """Return the norm, by torch's own kernel if it takes this axis and these dtypes."""
         weight = self.factor()
         is_layer_norm = self.kind == "layernorm"
-        last_axes = self.dims == tuple(range(-len(self.normalized_shape), 0))
-        one_dtype = all(p is None or p.dtype == x.dtype for p in (weight, self.bias))
-        # Under autocast torch's norm has its own rule for the dtype, and this layer follows it.
-        autocast = is_input and not x.is_meta and torch.is_autocast_enabled(x.device.type)
-        if last_axes and (one_dtype or autocast):
+        if self.dim == -1 and all(p is None or p.dtype == x.dtype for p in (weight, self.bias)):
             if is_layer_norm:
                 return layer_norm(x, self.normalized_shape, weight, self.bias, self.norm_eps)
             if self.bias is None:
@@ -174,30 +167,20 @@ class AnnealedNorm(PointwiseNorm):
             zeros.append(parameter.masked_fill(everywhere, 0.0).sum())
         return y + torch.stack(zeros).sum().to(y.dtype)
 
-    def _default_scale(self) -> float:
-        if self.kind == "rmsnorm":
-            return math.sqrt(self.channels)
-        return math.sqrt(max(self.channels - 1, 1))
-
     def _follow(self) -> None:
         """Follow a direct write to ``t``, as an average over models makes one."""
         t = self.t
         # A transform or a mode replaces t by a tensor that may have no value.
         if t.is_meta or traced(t):
             return
-        tensor, writes = self._seen
-        if tensor is t and writes == _written(t)[1]:
+        if _writes(t) == self._writes_seen:
             return
+        self._writes_seen = _writes(t)
         value = min(max(_read(t), 0.0), 1.0)
         if value != round(self._position, 7):
             self.set_t_(value)
-        self._seen = _written(t)
 
-    def _apply(
-        self,
-        fn: Callable[[Tensor], Tensor],
-        recurse: bool = True,
-    ) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._follow()
         super()._apply(fn, recurse)
         # In bfloat16 it would no longer be the number that was set; to_empty leaves any number.
@@ -205,7 +188,7 @@ class AnnealedNorm(PointwiseNorm):
             self.t = torch.full_like(self.t, self._position, dtype=torch.float32)
         elif not self.t.is_meta:
             self.t.fill_(self._position)
-        self._seen = _written(self.t)
+        self._writes_seen = _writes(self.t)
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -229,11 +212,9 @@ def _read(t: Tensor) -> float:
     return round(float(t), 7)
 
 
-def _written(t: Tensor) -> tuple[Tensor, int]:
-    """Return the tensor, and how often it was written to; 0 in inference mode, which cannot say."""
-    if t.is_inference():
-        return t, 0
-    return t, t._version
+def _writes(t: Tensor) -> int:
+    """Return how often a tensor was written to; 0 in inference mode, which cannot say."""
+    return 0 if t.is_inference() else t._version
 
 
 class AnnealedDyISRU(AnnealedNorm, DyISRU):

@@ -3,25 +3,27 @@
 import math
 from typing import Unpack
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dynorm import kernels, theory
-from dynorm.arguments import Shape
-from dynorm.errors import ArgumentError
-from dynorm.layers.pointwise import AlphaNorm, LayerArguments, arguments_by_name
+from dynorm.arguments import Shape, check_finite
+from dynorm.layers.constants import AlphaNorm
+from dynorm.layers.module import LayerArguments
 
 
 class Derf(AlphaNorm):
     r"""Dynamic erf: ``y = weight * scale * erf(alpha * (x - center) + shift) + bias``.
 
-    The published checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged.
+    ``scale`` is sqrt(C) by default, as for :class:`DyISRU`; ``scale=1`` is the published form, whose
+    checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged.
 
-    Shapes, dtypes and arguments are those of :class:`DyISRU`, except these; ``scale`` is 1 by
-    default.
+    Shapes, dtypes and arguments are those of :class:`DyISRU`, except these.
 
     Args:
-        normalized_shape: the size C of the channel axis, or the sizes of the last axes.
-        alpha_init: the first alpha, positive; 0.5 as published.
+        normalized_shape: the size C of the channel axis.
+        alpha_init: the first alpha, positive. By default the slope at 0 is 1, as for
+            :class:`DyISRU`, and alpha 0.5 in the published form.
         shift_init: the first shift; 0 as published.
 
     Raises:
@@ -30,7 +32,7 @@ class Derf(AlphaNorm):
 
     Example:
         >>> import torch
-        >>> layer = Derf(4)
+        >>> layer = Derf(4, scale=1)
         >>> layer(torch.tensor([0.0, 1.0, 2.0, -100.0])).detach()
         tensor([ 0.0000,  0.5205,  0.8427, -1.0000])
 
@@ -45,23 +47,20 @@ class Derf(AlphaNorm):
     slope_ratio = math.pi / 4
     shift: nn.Parameter
 
-    @arguments_by_name
     def __init__(
         self,
         normalized_shape: Shape,
         *,
-        alpha_init: float = 0.5,
+        alpha_init: float | None = None,
         shift_init: float = 0.0,
         **options: Unpack[LayerArguments],
     ) -> None:
-        if not math.isfinite(shift_init):
-            raise ArgumentError(f"shift_init must be a finite number, got {shift_init!r}")
-        self.shift_init = float(shift_init)
+        self.shift_init = check_finite("shift_init", shift_init)
         super().__init__(normalized_shape, alpha_init=alpha_init, **options)
 
-    def constant_rates(self) -> dict[nn.Parameter, float]:
-        """Return the rates as every layer does, with 1 / scale for shift.
+    def f(self, u: Tensor, alpha: Tensor, /) -> Tensor:
+        """Return ``erf(alpha * u + shift)``."""
+        return torch.erf(alpha * u + self.laid(self.shift, u))
 
-        A step of shift moves all outputs by ``scale`` times its size.
-        """
-        return {**super().constant_rates(), self.shift: 1 / abs(self.scale)}
+    def initial_constants(self) -> dict[str, float]:
+        return {**super().initial_constants(), "shift": self.shift_init}

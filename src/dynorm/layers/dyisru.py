@@ -1,7 +1,12 @@
 """DyISRU, also called ELN: the exact counterpart of LayerNorm (arXiv 2503.21708, eq. 15)."""
 
+import torch
+from torch import Tensor
+
 from dynorm import kernels
-from dynorm.layers.pointwise import LogBetaNorm
+from dynorm.arguments import clamped
+from dynorm.layers.constants import LogBetaNorm
+from dynorm.token_sums import beta_of_token
 
 
 class DyISRU(LogBetaNorm):
@@ -13,10 +18,9 @@ class DyISRU(LogBetaNorm):
     construction, so there is no ``eps``. All arguments except the first are passed by name.
 
     Args:
-        normalized_shape: the size C of the channel axis, or the sizes of the last axes, as for
-            ``nn.LayerNorm``.
+        normalized_shape: the size C of the channel axis, an int or a sequence of one.
         beta_init: the first beta, positive; C by default, right for inputs of unit variance.
-        elementwise_affine: learn ``weight`` (and ``bias``), of shape ``normalized_shape``.
+        elementwise_affine: learn ``weight`` (and ``bias``), of shape (C,).
         bias: learn ``bias``; only with ``elementwise_affine``.
         per_channel: one beta (and centre) per channel instead of one for all.
         center: learn a centre c, subtracted from x first (eq. 13 with a learned constant for the
@@ -24,10 +28,14 @@ class DyISRU(LogBetaNorm):
         scale: the fixed factor, the bound of the function; sqrt(C) by default, as for RMSNorm. Eq.
             15 has sqrt(C - 1), LayerNorm's bound; ``convert_`` sets whichever the replaced norm
             has.
-        witnesses: the positions of the channels that show a token's scale, or a number N for the
-            first N: beta becomes ``beta + sum of gain_k * u_k^2`` over the witnesses k other than
-            the channel itself. All channels with gain 1 make RMSNorm; none, eq. 15.
+        witnesses: the positions of at most 16 channels that show a token's scale, or a number N for
+            the first N: beta becomes ``beta + sum of gain_k * u_k^2`` over the witnesses k other
+            than the channel itself. With none, the default, a value depends on its own channel.
         dim: the channel axis, -1 or any other (1 for channels-first).
+        promote: return the promotion of the dtypes of x and ``weight``, as Llama's RMSNorm does,
+            instead of that of x.
+        weight_offset: added to ``weight``, in at least float32, before it multiplies: 1.0 for a
+            norm whose factor is 1 + w, of which the layer then holds w with all its digits.
         device: where the parameters live.
         dtype: the parameters' dtype.
 
@@ -36,7 +44,8 @@ class DyISRU(LogBetaNorm):
         float32.
 
     Raises:
-        ArgumentError: a size, ``dim``, ``scale``, ``dtype`` or ``beta_init`` is outside its domain.
+        ArgumentError: a size, ``dim``, ``scale``, ``dtype``, ``beta_init`` or a witness is outside
+            its domain.
 
     Example:
         >>> import torch
@@ -50,3 +59,16 @@ class DyISRU(LogBetaNorm):
     """
 
     kernel = kernels.FunctionCode.DYISRU
+
+    def f(self, u: Tensor, beta: Tensor, /) -> Tensor:
+        """Return ``u / sqrt(beta + u^2)``."""
+        u = clamped(u)
+        return u / torch.sqrt(beta + u * u)
+
+    def constant(self) -> Tensor:
+        """Return beta."""
+        return self.beta()
+
+    def of_token(self, u: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``u`` and its beta, which leaves a witness out of its own sum."""
+        return beta_of_token(u, constant, self.dim % u.ndim, self.witnesses, self.gain())

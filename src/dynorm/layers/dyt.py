@@ -1,27 +1,32 @@
-"""DyT, dynamic tanh (arXiv 2503.10622), and with another scale scaled DyT (2503.21708, eq. 11)."""
+"""DyT, dynamic tanh (arXiv 2503.10622), scaled as in 2503.21708, eq. 11."""
+
+import torch
+from torch import Tensor
 
 from dynorm import kernels, theory
-from dynorm.layers.pointwise import AlphaNorm
+from dynorm.layers.constants import AlphaNorm
 
 
 class DyT(AlphaNorm):
     r"""Dynamic tanh: ``y = weight * scale * tanh(alpha * (x - center)) + bias``.
 
-    ``scale`` is 1 as published; sqrt(C - 1) makes it scaled DyT, LayerNorm with its slope factor
-    F(x) held constant. The published checkpoints (``alpha``, ``weight``, ``bias``) load unchanged.
+    It is LayerNorm with its slope factor F(x) held constant. ``scale`` is sqrt(C) by default, as
+    for :class:`DyISRU`; ``scale=1`` is the published form, whose checkpoints (``alpha``,
+    ``weight``, ``bias``) load unchanged.
 
     Shapes, dtypes and arguments are those of :class:`DyISRU`, except these.
 
     Args:
-        normalized_shape: the size C of the channel axis, or the sizes of the last axes.
-        alpha_init: the first alpha, positive; 0.5 as published.
+        normalized_shape: the size C of the channel axis.
+        alpha_init: the first alpha, positive. By default the slope at 0 is 1, as for
+            :class:`DyISRU`, and alpha 0.5 in the published form.
 
     Raises:
         ArgumentError: an argument of :class:`DyISRU`, or ``alpha_init``, is outside its domain.
 
     Example:
         >>> import torch
-        >>> layer = DyT(4)
+        >>> layer = DyT(4, scale=1)
         >>> layer(torch.tensor([0.0, 1.0, 2.0, -100.0])).detach()
         tensor([ 0.0000,  0.4621,  0.7616, -1.0000])
 
@@ -32,3 +37,7 @@ class DyT(AlphaNorm):
 
     kernel = kernels.FunctionCode.DYT
     constant_from = staticmethod(theory.scaled_dyt_alpha)
+
+    def f(self, u: Tensor, alpha: Tensor, /) -> Tensor:
+        """Return ``tanh(alpha * u)``."""
+        return torch.tanh(alpha * u)

@@ -5,7 +5,10 @@ from typing import Any
 from torch import nn
 
 from dynorm.arguments import check_module, check_not_negative, require_gathered
+from dynorm.layers.constants import AlphaNorm
+from dynorm.layers.derf import Derf
 from dynorm.layers.pointwise import PointwiseNorm
+from dynorm.wrappers import gathered
 
 # The rate of a constant kept as its logarithm, over that of the weights.
 LOG_RATE = 30.0
@@ -64,8 +67,9 @@ def param_groups(
     for layer in model.modules():
         if not isinstance(layer, PointwiseNorm):
             continue
-        rates |= layer.constant_rates()
-        relative |= {getattr(layer, name) for name in layer.relative_constants}
+        rates |= constant_rates(layer)
+        if isinstance(layer, AlphaNorm):
+            relative.add(layer.alpha)
         for name, parameter in layer.named_parameters():
             if constants_lr is None and name in ("log_beta", "log_gain"):
                 rates[parameter] = LOG_RATE
@@ -88,3 +92,19 @@ def param_groups(
             rate = base * rates[parameter]
             groups.append({"params": [parameter], "lr": rate, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
+
+
+def constant_rates(layer: PointwiseNorm) -> dict[nn.Parameter, float]:
+    """Return the factor of each constant's learning rate.
+
+    It is 1, except for alpha its size: a step of log_beta changes beta in proportion, and a step of
+    alpha must do so too, or an alpha of 0.003 and one of 3 could not share a rate. A step of Derf's
+    shift moves all outputs by ``scale`` times its size, so its factor is 1 / scale.
+    """
+    rates = dict.fromkeys(layer.constant_parameters(), 1.0)
+    if isinstance(layer, AlphaNorm) and not layer.alpha.is_meta:
+        # The mean of the full tensor: if it is sharded, all ranks must get the same rate.
+        rates[layer.alpha] = float(gathered(layer.alpha.detach()).abs().mean())
+    if isinstance(layer, Derf):
+        rates[layer.shift] = 1 / abs(layer.scale)
+    return rates

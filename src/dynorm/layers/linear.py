@@ -1,7 +1,10 @@
 """The linear control: DyISRU without its bound, so that a study can measure the bound's worth."""
 
+from torch import Tensor
+
 from dynorm import kernels
-from dynorm.layers.pointwise import LogBetaNorm
+from dynorm.arguments import upcast
+from dynorm.layers.constants import LogBetaNorm
 
 
 class LinearControl(LogBetaNorm):
@@ -23,3 +26,11 @@ class LinearControl(LogBetaNorm):
     """
 
     kernel = kernels.FunctionCode.LINEAR
+
+    def f(self, u: Tensor, slope: Tensor, /) -> Tensor:
+        """Return ``slope * u``."""
+        return slope * u
+
+    def constant(self) -> Tensor:
+        """Return the slope, ``1 / sqrt(beta)``."""
+        return (-0.5 * upcast(self.log_beta)).exp()

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from dynorm import functional
 from dynorm.arguments import (
     Shape,
+    check_channels,
     check_dim,
     check_not_negative,
-    check_shape,
     upcast,
 )
-from dynorm.dtypes import DtypeRule
 from dynorm.errors import ArgumentError
 
 
@@ -31,8 +30,7 @@ class RMSNorm(nn.Module):
         elementwise_affine: has a ``weight``.
         bias: has a ``bias``.
         dim: the channel axis, -1 or any other (1 for channels-first).
-        output_dtype: the rule of the output's dtype, as for the point-wise layers; None for the
-            input's.
+        promote: return the promotion of the dtypes of x and ``weight`` instead of that of x.
         device: where the parameters live.
         dtype: the parameters' dtype.
 
@@ -63,19 +61,15 @@ class RMSNorm(nn.Module):
         bias: bool = False,
         *,
         dim: int = -1,
-        output_dtype: str | None = None,
+        promote: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.normalized_shape = check_shape(normalized_shape)
-        if len(self.normalized_shape) != 1:
-            raise ArgumentError(f"normalized_shape must be one size, got {normalized_shape!r}")
-        checked = check_dim(dim, self.normalized_shape)
-        assert isinstance(checked, int)
-        self.dim = checked
+        self.normalized_shape = (check_channels(normalized_shape),)
+        self.dim = check_dim(dim)
         self.norm_eps = check_not_negative("norm_eps", norm_eps)
-        self.output_dtype = None if output_dtype is None else DtypeRule(output_dtype)
+        self.promote = promote
         weight = torch.ones(self.normalized_shape, device=device, dtype=dtype)
         offset = torch.zeros(self.normalized_shape, device=device, dtype=dtype)
         self.register_parameter("weight", nn.Parameter(weight) if elementwise_affine else None)
@@ -87,7 +81,7 @@ class RMSNorm(nn.Module):
         return math.nan
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x`` over its channels; the shape stays, and the dtype without a rule for it.
+        """Normalize ``x`` over its channels; the shape stays, and without ``promote`` the dtype.
 
         Raises:
             ArgumentError: ``x`` has another size at ``dim``.
@@ -98,24 +92,16 @@ class RMSNorm(nn.Module):
                 f"x must have {self.normalized_shape[0]} channels at dim {self.dim}, got "
                 f"{tuple(x.shape)}"
             )
-        returned = self._returned_dtype(x.dtype)
+        if self.promote and self.weight is not None:
+            x = x.to(torch.promote_types(x.dtype, self.weight.dtype))
         if self.dim not in (-1, x.ndim - 1):
-            wide = x.to(torch.promote_types(x.dtype, returned))
-            y = functional.rms_norm(wide, self.weight, self.bias, self.norm_eps, self.dim)
-            return y.to(returned)
+            return functional.rms_norm(x, self.weight, self.bias, self.norm_eps, self.dim)
         wide = upcast(x)
         weight = None if self.weight is None else self.weight.to(wide.dtype)
         y = nn.functional.rms_norm(wide, self.normalized_shape, weight, self.norm_eps)
         if self.bias is not None:
             y = y + self.bias.to(wide.dtype)
-        return y.to(returned)
-
-    def _returned_dtype(self, given: torch.dtype) -> torch.dtype:
-        """Return the dtype of the output; without a weight and a bias, that of the input."""
-        if self.output_dtype is None:
-            return given
-        parameter = self.bias if self.weight is None else self.weight
-        return self.output_dtype(given, given if parameter is None else parameter.dtype)
+        return y.to(x.dtype)
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, except device and dtype, as values for JSON."""
@@ -126,8 +112,8 @@ class RMSNorm(nn.Module):
             "bias": self.bias is not None,
             "dim": self.dim,
         }
-        if self.output_dtype is not None:
-            config["output_dtype"] = str(self.output_dtype)
+        if self.promote:
+            config["promote"] = True
         return config
 
     def extra_repr(self) -> str:

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from dynorm.layers.pointwise import PointwiseNorm, gathered
+from dynorm.layers.pointwise import PointwiseNorm
+from dynorm.wrappers import gathered
 
 # An output is saturated beyond this share of its bound: for inputs beyond 3 sqrt(beta) of DyISRU.
 SATURATION = 0.95

@@ -357,7 +357,7 @@ def _built(
         bound = max(channels - 1, 1)
     arguments: dict[str, Any] = {}
     if site.promote:
-        arguments["output_dtype"] = "input+weight"
+        arguments["promote"] = True
     if site.weight_name is not None:
         arguments["weight_offset"] = site.weight_offset
     if options.is_annealed:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks
 from dynorm.errors import DataError
-from dynorm.family import FAMILY
+from dynorm.functional import dyisru_general, dyt, linear
 from dynorm.report.sizes import SizeStats, token_places
 from dynorm.site import NormSite
 from dynorm.theory import token_deviation, token_moment
@@ -36,7 +36,11 @@ _CHUNK = 1 << 20
 Stats = TypeVar("Stats", bound="SiteStats")
 
 
-FUNCTIONS = {name: FAMILY[name].layer.curve for name in ("linear", "dyt", "dyisru")}
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "linear": lambda x, beta, center, scale: linear(x, beta**-0.5, center=center, scale=scale),
+    "dyt": lambda x, beta, center, scale: dyt(x, beta**-0.5, center=center, scale=scale),
+    "dyisru": lambda x, beta, center, scale: dyisru_general(x, beta, center, scale=scale),
+}
 """The curves that sites are compared with: functions of (x, beta, center, scale).
 
 The slope of each at the centre is scale / sqrt(beta).

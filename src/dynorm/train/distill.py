@@ -21,7 +21,6 @@ from dynorm.batches import Batch, cycled, iterate, token_masks, valid_tokens
 from dynorm.errors import ArgumentError, CalibrationWarning, require_library
 from dynorm.fit.refine import unexplained_share
 from dynorm.layers import AnnealedNorm
-from dynorm.layers.pointwise import gathered
 from dynorm.outputs import output_tensor, sample_vectors
 from dynorm.plain import Plain
 from dynorm.ranks import BATCH, Ranks
@@ -29,6 +28,7 @@ from dynorm.recipe import Recipe
 from dynorm.replace.converted import require_layers
 from dynorm.table import Table
 from dynorm.train.objective import Distillation, Loss, largest_tensor
+from dynorm.wrappers import gathered
 
 # Logits per chunk of the loss: they stay in the cache of a CPU core.
 _CHUNK = 1 << 20

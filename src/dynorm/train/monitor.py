@@ -14,9 +14,9 @@ from dynorm.arguments import check_share
 from dynorm.batches import site_tokens
 from dynorm.errors import CalibrationWarning
 from dynorm.layers import PointwiseNorm
-from dynorm.layers.pointwise import gathered
 from dynorm.layers.saturation import saturated_share
 from dynorm.replace.converted import require_layers
+from dynorm.wrappers import gathered
 
 # This many tokens of a call are enough.
 _TOKENS = 256

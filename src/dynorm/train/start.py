@@ -14,10 +14,10 @@ from dynorm.errors import DataError, ModelError
 from dynorm.fit.site_fit import LEAST_BETA
 from dynorm.fit.witnesses import TokenScales
 from dynorm.layers import AnnealedNorm
-from dynorm.layers.pointwise import gathered
 from dynorm.ranks import Ranks
 from dynorm.theory import own_betas
 from dynorm.train.anneal import annealed_layers
+from dynorm.wrappers import gathered
 
 
 @dataclass

@@ -1,0 +1,315 @@
+"""What the point-wise layers are as modules: settings, witnesses, checkpoints, and what ``print`` shows."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Self, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from dynorm import kernels
+from dynorm.arguments import check_positive, check_witnesses, require_gathered, upcast
+from dynorm.errors import ArgumentError
+
+
+class LayerArguments(TypedDict, total=False):
+    """The keyword arguments that every point-wise layer takes."""
+
+    elementwise_affine: bool
+    bias: bool
+    per_channel: bool
+    center: bool
+    scale: float | None
+    witnesses: int | Sequence[int]
+    dim: int
+    promote: bool
+    weight_offset: float
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class PointwiseModule(nn.Module):
+    """The part of a point-wise layer that is the same for every function."""
+
+    _dynorm_layer: ClassVar[bool] = True
+    kernel: ClassVar[kernels.FunctionCode]
+    # The names of the function's parameters, first the one that sets the slope.
+    constants: ClassVar[tuple[str, ...]] = ()
+    # Whether that one is kept as its logarithm.
+    logarithmic: ClassVar[bool] = False
+    # DyISRU's beta for the same slope at 0, times the square of the function's constant.
+    slope_ratio: ClassVar[float] = 1.0
+    # Maps beta to the first parameter that gives f the slope 1 / sqrt(beta) at 0.
+    constant_from: ClassVar[Callable[..., Tensor]]
+    # The constructor's arguments that a subclass adds, each also an attribute.
+    own_arguments: ClassVar[tuple[str, ...]] = ()
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    center: nn.Parameter | None
+    log_gain: nn.Parameter | None
+    witnesses: Tensor | None
+    witness_channels: tuple[int, ...]
+    channels: int
+    dim: int
+    scale: float
+    per_channel: bool
+    promote: bool
+    weight_offset: float
+
+    @property
+    def normalized_shape(self) -> tuple[int]:
+        """The size of the channel axis, as a tuple of one."""
+        return (self.channels,)
+
+    @property
+    def eps(self) -> float:
+        """Not a number, so that ``nn.TransformerEncoderLayer`` calls the layer.
+
+        In eval mode it takes its fused LayerNorm path if ``norm1.eps == norm2.eps``; NaN equals
+        nothing.
+        """
+        return math.nan
+
+    @property
+    def first_constant(self) -> nn.Parameter:
+        """The constant that sets the slope."""
+        constant: nn.Parameter = getattr(self, self.constants[0])
+        return constant
+
+    def f(self, u: Tensor, constant: Tensor, /) -> Tensor:
+        """Return the function of one channel; ``constant`` broadcasts against ``u``."""
+        raise NotImplementedError
+
+    def constant(self) -> Tensor:
+        """Return the constant that :meth:`f` takes, in at least float32."""
+        raise NotImplementedError
+
+    def beta(self) -> Tensor:
+        """Return the constant as DyISRU's beta, the inverse square of the slope of ``f`` at 0."""
+        raise NotImplementedError
+
+    def initial_constants(self) -> dict[str, float]:
+        """Return the first values of the constants, from the constructor's arguments."""
+        raise NotImplementedError
+
+    def gain(self) -> Tensor:
+        """Return the weight of the square of each witness, in at least float32."""
+        assert self.log_gain is not None
+        return upcast(self.log_gain).exp()
+
+    def constant_parameters(self) -> list[nn.Parameter]:
+        """Return all parameters except weight and bias: the constants, the centre and the gains."""
+        parameters = [getattr(self, name) for name in self.constants]
+        return parameters + [p for p in (self.center, self.log_gain) if p is not None]
+
+    def returned_dtype(self, given: torch.dtype) -> torch.dtype:
+        """Return the dtype of the output for an input of dtype ``given`` and the present weight."""
+        if not self.promote:
+            return given
+        like = self.first_constant if self.weight is None else self.weight
+        return torch.promote_types(given, like.dtype)
+
+    def factor(self) -> Tensor | None:
+        """Return the factor of each channel, ``weight + weight_offset``; None for 1.
+
+        With an offset it has at least float32, which holds 1 + w of a bfloat16 w; otherwise it is
+        the parameter.
+        """
+        if self.weight is None or not self.weight_offset:
+            return self.weight
+        return upcast(self.weight) + self.weight_offset
+
+    @torch.no_grad()
+    def set_factor_(self, factor: Tensor) -> None:
+        """Set the weight so that ``factor`` multiplies each channel, in place."""
+        assert self.weight is not None
+        if self.weight_offset:
+            factor = upcast(factor) - self.weight_offset
+        self.weight.copy_(factor.reshape(self.weight.shape))
+
+    @torch.no_grad()
+    def set_slope_(self, beta: Tensor | float) -> None:
+        """Set the first constant so that ``f`` has slope ``1 / sqrt(beta)`` at 0.
+
+        So one number, beta, has the same meaning for all functions.
+
+        Args:
+            beta: DyISRU's constant, positive; a number or a tensor that broadcasts to the
+                constant's shape, and is checked on the CPU only, to avoid waiting for a device.
+
+        Raises:
+            ArgumentError: ``beta`` is not positive and finite, or does not broadcast.
+            ModelError: the layer's parameters are the placeholders of DeepSpeed's ZeRO-3.
+        """
+        require_gathered(self)
+        stored = self.first_constant
+        value = beta
+        if not isinstance(value, Tensor):
+            value = torch.tensor(beta, dtype=torch.float64, device="cpu")
+        value = value.detach().to(torch.promote_types(value.dtype, upcast(stored).dtype))
+        trailing = zip(reversed(value.shape), reversed(stored.shape), strict=False)
+        if value.ndim > stored.ndim or any(n not in (1, m) for n, m in trailing):
+            raise ArgumentError(
+                f"beta must broadcast to the constant's shape {tuple(stored.shape)}, got shape "
+                f"{tuple(value.shape)}"
+            )
+        if value.is_cpu and not bool((value.isfinite() & (value > 0)).all()):
+            raise ArgumentError(f"beta must be positive and finite, got {beta}")
+        # A number beyond the dtype's range becomes the largest in it: an infinite alpha would turn
+        # an input of 0 into NaN.
+        largest = torch.finfo(stored.dtype).max
+        stored.copy_(self.constant_from(value).to(stored.dtype).clamp(-largest, largest))
+
+    @torch.inference_mode(False)
+    def set_witnesses_(
+        self, witnesses: int | Sequence[int], gains: Sequence[float] | None = None
+    ) -> None:
+        """Replace the witnesses; an empty sequence makes the layer a function of one channel again.
+
+        ``log_gain`` becomes a new parameter: give it to the optimizer afterwards.
+
+        Args:
+            witnesses: the positions of at most 16 channels; a number N for the first N.
+            gains: the weight of the square of each, 1 by default.
+
+        Raises:
+            ArgumentError: there are too many witnesses, one is out of range or named twice, or the
+                gains are not positive numbers, one for each witness.
+        """
+        channels = check_witnesses(witnesses, self.channels)
+        if gains is None:
+            gains = [1.0] * len(channels)
+        if not isinstance(gains, Iterable) or len(gains) != len(channels):
+            raise ArgumentError(
+                f"gains must be a list, one for each of {len(channels)} witnesses, got {gains!r}"
+            )
+        logarithms = [math.log(check_positive("gains", gain)) for gain in gains]
+        log_gain = None
+        if channels:
+            like = self.first_constant
+            values = torch.tensor(logarithms, device=like.device, dtype=like.dtype)
+            log_gain = nn.Parameter(values, like.requires_grad)
+        self._register_witnesses(channels, log_gain)
+
+    def _register_witnesses(self, channels: tuple[int, ...], log_gain: nn.Parameter | None) -> None:
+        self.witness_channels = channels
+        self.register_parameter("log_gain", log_gain)
+        # In the state dict, so that a checkpoint says which channels its gains belong to.
+        positions = None
+        if log_gain is not None:
+            positions = torch.tensor(channels, device=log_gain.device)
+        self.register_buffer("witnesses", positions)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # From the meta device to_empty brings arbitrary numbers.
+        if self.witnesses is not None and not self.witnesses.is_meta:
+            self.witnesses = torch.tensor(self.witness_channels, device=self.witnesses.device)
+        return self
+
+    def has_witnesses(self, saved: Tensor) -> bool:
+        """Return whether the tensor of a checkpoint names this layer's witnesses."""
+        return saved.dtype == torch.int64 and saved.tolist() == list(self.witness_channels)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        saved = state_dict.get(f"{prefix}witnesses")
+        has_values = isinstance(saved, Tensor) and not saved.is_meta
+        if has_values and self.witness_channels and not self.has_witnesses(saved):
+            errors: list[str] = args[-1]
+            errors.append(
+                f"{prefix}witnesses must be the layer's, {list(self.witness_channels)}, got "
+                f"{saved.tolist()}: build the layer with the witnesses of the checkpoint"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @property
+    def dims(self) -> tuple[int]:
+        """Return ``dim`` as a tuple of one."""
+        return (self.dim,)
+
+    def fill_beta_(self, beta: Tensor) -> None:
+        """Set the slope by beta."""
+        self.set_slope_(beta)
+
+    @torch.no_grad()
+    def fill_gains_(self, gains: Tensor) -> None:
+        """Set the gains of the witnesses, in their order."""
+        assert self.log_gain is not None
+        self.log_gain.copy_(gains.log())
+
+    @torch.no_grad()
+    def fill_constants_(self, beta: Tensor, center: Tensor) -> None:
+        """Set the slope by ``beta``, the centre if there is one, and every other constant to 0."""
+        self.set_slope_(beta)
+        for name in self.constants[1:]:
+            getattr(self, name).zero_()
+        if self.center is not None:
+            self.center.copy_(center.expand(self.center.shape))
+
+    def config(self) -> dict[str, Any]:
+        """Return the constructor's arguments, except device and dtype, as values for JSON."""
+        config = {
+            "normalized_shape": [self.channels],
+            "elementwise_affine": self.weight is not None,
+            "bias": self.bias is not None,
+            "per_channel": self.per_channel,
+            "center": self.center is not None,
+            "scale": self.scale,
+            "dim": self.dim,
+        }
+        if self.promote:
+            config["promote"] = True
+        if self.weight_offset:
+            config["weight_offset"] = self.weight_offset
+        if self.witness_channels:
+            config["witnesses"] = list(self.witness_channels)
+        return config | {name: getattr(self, name) for name in self.own_arguments}
+
+    def extra_repr(self) -> str:
+        """Describe the layer as ``print(model)`` shows it."""
+        parts = [str(self.channels)]
+        for name, value in self._shown_constants().items():
+            text = _shown(value)
+            if text is not None:
+                parts.append(f"{name}={text}")
+        parts.append(f"scale={self.scale:.4g}")
+        if self.dim != -1:
+            parts.append(f"dim={self.dim}")
+        config = self.config()
+        for name in ("per_channel", "center", "promote", "witnesses", "weight_offset"):
+            if config.get(name):
+                parts.append(f"{name}={config[name]}")
+        parts += [f"{name}={config[name]}" for name in ("elementwise_affine", "bias")]
+        return ", ".join(parts)
+
+    def _shown_constants(self) -> dict[str, Tensor]:
+        """Return the constants that ``print`` shows, by name."""
+        return {name: getattr(self, name).detach() for name in self.constants}
+
+    def recorded(self, x: Any) -> Any:
+        """Record one call of the layer for ``torch.fx.symbolic_trace``, as for torch's own layers.
+
+        Anything but its proxies is refused.
+        """
+        if not isinstance(x, torch.fx.Proxy):
+            raise ArgumentError(f"x must be a tensor, got {type(x).__name__}")
+        tracer: Any = x.tracer
+        path = tracer.path_of_module(self)
+        if not path:
+            raise ArgumentError(
+                "symbolic_trace records a layer as one call, got the layer itself: trace its model"
+            )
+        return tracer.create_proxy("call_module", path, (x,), {})
+
+
+def _shown(constant: Tensor) -> str | None:
+    """Return a constant as text, the range of several values; None if it has no values here."""
+    if constant.is_meta or kernels.traced(constant) or not constant.numel():
+        return None
+    low, high = constant.double().aminmax()
+    text = f"{float(low):.4g}"
+    if low != high:
+        text += f" to {float(high):.4g}"
+    return text
