@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from dynorm.arguments import check_module, require_gathered
-from dynorm.errors import ModelError
+from dynorm.errors import CalibrationWarning, ModelError
 from dynorm.wrappers import torch_classes
 
 # The attributes in which a module keeps its hooks on calls.
@@ -288,6 +289,25 @@ def autocast(model: nn.Module, bf16: bool) -> torch.autocast:
         return torch.autocast(kind, torch.bfloat16, cache_enabled=False)
     enabled = torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=enabled, cache_enabled=False)
+
+
+def usable_bf16(model: nn.Module) -> bool:
+    """Return whether bfloat16 is no slower than float32 on the model's device; warn if it is."""
+    is_cpu = next(model.parameters()).device.type == "cpu"
+    # The first versions of torch that dynorm takes cannot say.
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    if not is_cpu or capabilities is None:
+        return True
+    features = capabilities()
+    if any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16")):
+        return True
+    warnings.warn(
+        "this processor has no bfloat16 instructions, with which bf16=True would be several times "
+        "slower: float32 is used",
+        CalibrationWarning,
+        stacklevel=3,
+    )
+    return False
 
 
 @contextmanager

@@ -3,10 +3,9 @@
 Callbacks for the Trainer are in :mod:`dynorm.train.callbacks`, which imports transformers.
 """
 
-from dynorm.train.anneal import AnnealSchedule, finalize_, set_anneal_
+from dynorm.train.anneal import AnnealSchedule, AnnealStart, finalize_, set_anneal_
 from dynorm.train.distill import DistillationReport, distill_, distillation_rate, output_loss
 from dynorm.train.monitor import Monitor
-from dynorm.train.start import AnnealStart
 
 __all__ = [
     "AnnealSchedule",

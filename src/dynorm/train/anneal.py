@@ -1,17 +1,21 @@
 """Annealing: move a model step by step from its norms to point-wise functions."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dynorm.arguments import check_count, check_share, require_gathered
-from dynorm.errors import ArgumentError, ModelError
+from dynorm.batches import site_tokens, token_masks
+from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.layers import AnnealedNorm
 from dynorm.replace.converted import dynorm_layers, replaced_by
 from dynorm.replace.swap import swap_, take_over_
-from dynorm.site import any_match, as_strings
+from dynorm.theory import own_betas
 from dynorm.wrappers import torch_classes
 
 
@@ -33,22 +37,16 @@ def annealed_layers(model: nn.Module) -> dict[str, AnnealedNorm]:
     return layers
 
 
-def set_anneal_(
-    model: nn.Module,
-    t: float,
-    *,
-    only: str | Iterable[str] | None = None,
-) -> None:
+def set_anneal_(model: nn.Module, t: float) -> None:
     """Move the annealed layers of a model between norm and point-wise function, in place.
 
     Args:
         model: a model converted with ``to="annealed"`` or ``to="annealed_linear"``; wrapped or
             compiled is fine.
         t: 0 is the norm each layer replaced, exactly, 1 the point-wise function.
-        only: globs of the paths of the layers to move; None means all.
 
     Raises:
-        ArgumentError: ``t`` is outside [0, 1], or a glob matches no annealed layer.
+        ArgumentError: ``t`` is outside [0, 1].
         ModelError: the model has no annealed layer.
 
     Example:
@@ -68,16 +66,8 @@ def set_anneal_(
     """
     layers = annealed_layers(model)
     check_share("t", t)
-    globs = ["*"] if only is None else as_strings(only)
-    for glob in globs:
-        if not any_match(layers, [glob]):
-            raise ArgumentError(
-                f"the glob {glob!r} must match the path of an annealed layer, but matches none of "
-                f"{', '.join(layers)}"
-            )
-    for path, layer in layers.items():
-        if any_match([path], globs):
-            layer.set_t_(t)
+    for layer in layers.values():
+        layer.set_t_(t)
 
 
 def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
@@ -215,3 +205,163 @@ def _in_steps(value: float, total: int) -> int:
     if isinstance(value, Integral):
         return int(value)
     return round(value * total)
+
+
+class AnnealStart:
+    r"""Watch the annealed layers of a model, and then set their constants in closed form.
+
+    .. math:: \log \beta = \langle \log b_i \rangle, \quad c = \langle x_i \rangle
+
+    with :math:`b_i = C v_i + C^2 \varepsilon / (C - 1)` for LayerNorm or
+    :math:`s_i + C \varepsilon` for RMSNorm (whose centre is 0). The means are over all tokens that
+    the layer sees until :meth:`finish_`, on all ranks. With one constant per channel, each channel
+    takes its mean over the tokens. K witnesses, whose gains are 1 at first, take their share K / C
+    of beta.
+
+    Padding is left out if a module of the model is called with a two-dimensional mask under its
+    usual name (``attention_mask``, ``src_key_padding_mask``, ...), by keyword, by position or in a
+    dict.
+
+    Used as a context manager, it finishes at the end; if an error is raised inside, it stops
+    watching and changes nothing.
+
+    Args:
+        model: a model with annealed layers.
+
+    Raises:
+        ModelError: it has none, or only the placeholders of DeepSpeed's ZeRO-3.
+
+    Example:
+        >>> model = nn.Sequential(dynorm.layers.AnnealedDyISRU(64, center=True))
+        >>> with AnnealStart(model):
+        ...     _ = model(3 + 2 * torch.randn(100, 64))
+        >>> 3 * 64 < model[0].beta().item() < 5 * 64
+        True
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._paths = {layer: path for path, layer in annealed_layers(model).items()}
+        require_gathered(model)
+        # By layer the sums over its tokens: their number, log b_i and x_i, each one per channel.
+        self._sums = {}
+        for layer in self._paths:
+            self._sums[layer] = torch.zeros(
+                3, layer.channels, dtype=torch.float64, device=layer.t.device
+            )
+        self._model = model
+        self._masks: list[Tensor] = []
+        # The module that was called with these masks.
+        self._owner: nn.Module | None = None
+        # A graph that was compiled before does not call these hooks: the model runs eagerly until
+        # they are removed.
+        self._stance = torch.compiler.set_stance("force_eager")
+        self._handles = []
+        # Masks are looked for in all modules: the arguments of a LightningModule or a wrapper do
+        # not say which module is its model.
+        for module in model.modules():
+            if module in self._paths:
+                self._handles.append(module.register_forward_hook(self._add, prepend=True))
+            else:
+                self._handles.append(
+                    module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+                )
+
+    def __enter__(self) -> "AnnealStart":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if kind is None:
+            self.finish_()
+        else:
+            self.cancel_()
+
+    def cancel_(self) -> None:
+        """Stop watching and change nothing; a second call has no effect."""
+        if self._handles:
+            self._stance.__exit__(None, None, None)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def finish_(self) -> None:
+        """Stop watching, and set the constants from the activations so far of all ranks.
+
+        Call it on every rank.
+
+        Raises:
+            DataError: a layer was not reached, or its activations are not finite; then no constant
+                is changed.
+            ModelError: it was finished or cancelled before.
+        """
+        if not self._handles:
+            raise ModelError(
+                "an AnnealStart can be finished once, but this one is over: make another"
+            )
+        self.cancel_()
+        constants = {}
+        for layer, sums in self._sums.items():
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.all_reduce(sums)
+            constants[layer] = _constants(layer, sums, self._paths[layer])
+        for layer, (beta, center) in constants.items():
+            layer.fill_constants_(beta, center)
+
+    def _enter(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        if module in (self._model, self._owner):
+            self._masks = []
+        if not self._masks:
+            self._masks = token_masks(_named(module, args, kwargs))
+            self._owner = module if self._masks else None
+
+    def _add(self, layer: AnnealedNorm, args: tuple[Tensor, ...], output: Tensor) -> None:
+        # Inside a backward pass, activation checkpointing runs the layer again: it was counted
+        # before. torch has no public function for this.
+        if torch._C._current_graph_task_id() != -1:
+            return
+        with torch.no_grad():
+            x = site_tokens(layer, args[0].detach(), self._masks).double()
+            beta = own_betas(x, layer.kind, layer.norm_eps)
+            # It is 0 if all other channels are equal and there is no eps: any constant fits then.
+            counts = (beta != 0).to(x)
+            log_beta = beta.where(beta != 0, 1.0).log()
+            self._sums[layer] += torch.stack([counts.sum(0), log_beta.sum(0), (x * counts).sum(0)])
+
+
+def _constants(layer: AnnealedNorm, sums: Tensor, path: str) -> tuple[Tensor, Tensor]:
+    """Return beta and centre of a layer from the sums over its tokens."""
+    problem = ""
+    if sums[0].min() == 0:
+        problem = "none: run a training step in it, or look for a layer that is not used"
+    elif not sums.isfinite().all():
+        problem = "NaN or inf: look for an overflow"
+    if problem:
+        raise DataError(
+            f"AnnealStart must see finite activations at every norm, but {path!r} saw {problem}"
+        )
+    if not layer.per_channel:
+        sums = sums.sum(1, keepdim=True)
+    counts, log_betas, inputs = sums
+    beta = (log_betas / counts).exp()
+    beta = beta * (1 - len(layer.witness_channels) / layer.channels)
+    center = inputs / counts
+    if layer.kind == "rmsnorm":
+        center = torch.zeros_like(center)
+    return beta, center
+
+
+def _named(
+    module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> dict[str, object]:
+    """Return the arguments of a module by name, with the entries of those that are dicts."""
+    named: dict[str, object] = {}
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Mapping):
+            named.update(value)
+    # The forward may have no readable signature, and a wrong call fails later by itself.
+    with suppress(TypeError, ValueError):
+        named.update(inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments)
+    return named | kwargs

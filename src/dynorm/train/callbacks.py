@@ -10,9 +10,8 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from dynorm.arguments import check_share
 from dynorm.errors import ArgumentError
 from dynorm.layers import AnnealedNorm
-from dynorm.train.anneal import AnnealSchedule, annealed_layers
+from dynorm.train.anneal import AnnealSchedule, AnnealStart, annealed_layers
 from dynorm.train.monitor import Monitor
-from dynorm.train.start import AnnealStart, require_same_anneal
 
 
 class AnnealCallback(TrainerCallback):  # type: ignore[misc]
@@ -30,7 +29,7 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
     Raises:
         ArgumentError: an argument is outside its domain; or, when training begins, the annealing
             does not fit the run.
-        ModelError: when training begins, the model has no annealed layer, or ranks disagree.
+        ModelError: when training begins, the model has no annealed layer.
 
     Example:
         >>> callback = AnnealCallback(start=0.6, length=0.3)
@@ -52,7 +51,6 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Check that the annealing fits, and set t for the first step, also of a resumed run."""
         self._cancel()
-        require_same_anneal(model)
         self.schedule.apply_(model, state.global_step, state.max_steps)
 
     def on_step_begin(

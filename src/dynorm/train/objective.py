@@ -1,183 +1,131 @@
 """The objective of a distillation: a model, its teacher, and the loss between them."""
 
-import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.nn.functional import kl_div, log_softmax
+from torch.utils.checkpoint import checkpoint
 
-from dynorm.arguments import require_gathered
-from dynorm.batches import Batch, call, token_masks
-from dynorm.errors import ArgumentError, ModelError
-from dynorm.fit.refine import site_errors
+from dynorm.arguments import require_gathered, upcast
+from dynorm.batches import Batch, call, token_masks, valid_tokens
+from dynorm.errors import ModelError
+from dynorm.fit.refine import site_errors, unexplained_share
 from dynorm.guard import autocast, recomputing, require_trainable
-from dynorm.ranks import BATCH, Ranks
-from dynorm.replace import restore_
+from dynorm.outputs import output_tensor, sample_vectors
 from dynorm.replace.converted import norms_of, require_layers
 from dynorm.replace.original import recorded
-from dynorm.replace.weights import require_same_weights
 
-# A function of the model's output, the teacher's output, and the batch.
-Loss = Callable[[Any, Any, Any], Tensor]
-
-# The best learning rate is about four times the best first step: measured on a text encoder and on
-# an image encoder.
-_RATE_PER_FIRST_STEP = 4
-_MOST_HALVINGS = 8
 # The weight of the logarithm of a site's error. The logarithm is cut off below the second value, so
 # that a site with hardly any error does not dominate.
 _LOG_WEIGHT = 0.1
 _LEAST_ERROR = 1e-4
+# Logits per chunk of the loss: they stay in the cache of a CPU core.
+_CHUNK = 1 << 20
 
 
 class Distillation(nn.Module):
     """A converted model with its teacher; calling it returns the loss of a batch."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        teacher: nn.Module | None,
-        loss: Loss,
-        bf16: bool,
-        ranks: Ranks,
-    ) -> None:
+    def __init__(self, model: nn.Module, teacher: nn.Module, bf16: bool) -> None:
         super().__init__()
-        layers = require_layers(model, with_norms=teacher is None)
+        layers = require_layers(model)
         require_gathered(model)
         require_trainable(model)
-        # Only a DTensor has this method.
-        self.sharded = any(hasattr(p, "full_tensor") for p in model.parameters())
-        # accelerate must not wrap a model whose parameters are sharded already.
-        self._is_accelerate_prepared = self.sharded
-        if teacher is None and self.sharded:
-            raise ModelError(
-                "a sharded model must be given its teacher, because it cannot be copied: pass "
-                "teacher=, sharded as well"
-            )
-        if not self.sharded:
-            ranks.require_alike(layers.items())
         if not any(p.requires_grad for p in model.parameters()):
             raise ModelError(
                 "the model must have weights to train, but all are frozen: call requires_grad_() "
                 "on some"
             )
-        if teacher is None:
-            require_same_weights(
-                model,
-                "pass teacher=, a copy of the model that was made before convert_; the norms on "
-                "the present weights would teach another function",
-            )
-            teacher = restore_(copy.deepcopy(model))
         norms_of(teacher, layers, "teacher")
         require_gathered(teacher)
         if not set(model.parameters()).isdisjoint(teacher.parameters()):
             raise ModelError(
-                "the teacher must not share weights with the model, but it does: pass a copy"
+                "the teacher must not share weights with the model, but it does: pass a copy that "
+                "was made before convert_"
             )
         self.model = model
-        self.teacher = teacher.eval().requires_grad_(False)
-        self.loss = loss
+        # In a tuple it is not a part of this module: it is neither trained nor wrapped nor saved.
+        self._teacher = (teacher,)
         self.bf16 = bf16
-        self.ranks = ranks
-        # A checkpoint must have been made with the same values.
-        self.recipe: dict[str, object] = {}
-
-    def together(self) -> AbstractContextManager[None]:
-        """Have every rank raise if one raises inside.
-
-        Inside a sharded model a failing rank cannot notify the others, because they are waiting for
-        its shards. It exits, and their collective fails.
-        """
-        return nullcontext() if self.sharded else self.ranks.sharing_errors()
-
-    @torch.no_grad()
-    def measure(self, batches: Sequence[Batch]) -> float:
-        """Return the mean loss of the batches of all ranks in eval mode."""
-        self.model.eval()
-        loss = fmean(float(self(batch)) for batch in batches)
-        return fmean(self.ranks.exchange(loss))
-
-    def rate(
-        self,
-        usual: float,
-        batches: Sequence[Batch],
-        weights: dict[str, Tensor],
-    ) -> float:
-        """Return the learning rate found on the first batch where a trial step lowers the loss.
-
-        On a batch with an exploded token no step does.
-        """
-        for batch in batches:
-            best = self.best_step(batch, usual, weights)
-            if best > 0:
-                return best
-        return usual * 0.5**_MOST_HALVINGS
-
-    def best_step(
-        self,
-        batch: Batch,
-        usual: float,
-        weights: dict[str, Tensor],
-    ) -> float:
-        """Halve the usual rate while trial steps lower the loss; return the best one, 0 if none."""
-        self.model.load_state_dict(weights)
-        best_rate = 0.0
-        least_loss = self.measure([batch])
-        self.model.zero_grad()
-        self(batch).backward()
-        # Notice a failed rank before the sums.
-        self.ranks.exchange(BATCH)
-        signs = {}
-        for p in self.model.parameters():
-            if p.requires_grad:
-                gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                if not self.sharded:
-                    gradient = self.ranks.summed(gradient)
-                signs[p] = gradient.sign()
-        self.model.zero_grad()
-        for halvings in range(_MOST_HALVINGS):
-            rate = usual * 0.5**halvings
-            self.model.load_state_dict(weights)
-            # The first step of Adam follows the signs of the gradients.
-            with torch.no_grad():
-                for p, sign in signs.items():
-                    p.sub_(sign, alpha=rate / _RATE_PER_FIRST_STEP)
-            loss = self.measure([batch])
-            if loss < least_loss:
-                best_rate = rate
-                least_loss = loss
-            elif best_rate > 0:
-                break
-        return best_rate
+        # Only a DTensor has this method.
+        self.sharded = any(hasattr(p, "full_tensor") for p in model.parameters())
+        # accelerate must not wrap a model whose parameters are sharded already.
+        self._is_accelerate_prepared = self.sharded
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the loss of the sites plus the loss of the outputs."""
+        (teacher,) = self._teacher
         # Looked up at every call: a callback may have replaced the layers.
-        norms = norms_of(self.teacher, require_layers(self.model), "teacher")
+        norms = norms_of(teacher, require_layers(self.model), "teacher")
         layers = {layer: layer for layer in norms}
         with autocast(self.model, self.bf16):
             with torch.no_grad(), recorded(norms) as targets:
-                target = call(self.teacher, batch)
+                target = call(teacher, batch)
             with recomputing(self.model), recorded(layers) as outputs:
                 output = call(self.model, batch)
         errors = site_errors(targets, outputs, token_masks(batch))
-        output_loss: object = self.loss(output, target, batch)
-        if not isinstance(output_loss, Tensor) or output_loss.dim() > 0:
-            got = type(output_loss).__name__
-            if isinstance(output_loss, Tensor):
-                got = f"a tensor of shape {tuple(output_loss.shape)}"
-            raise ArgumentError(
-                f"loss must return a scalar tensor, got {got}: take its mean, or torch.zeros(())"
-            )
         site_losses = errors + _LOG_WEIGHT * errors.clamp_min(_LEAST_ERROR).log()
-        return site_losses.mean() + output_loss
+        loss = site_losses.mean() + output_loss(output, target, batch)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ModelError(
+                "the model's forward must compute gradients, but its loss has none: remove "
+                "torch.no_grad from it"
+            )
+        return loss
 
 
-def largest_tensor(batch: Batch) -> Tensor:
-    """Return the tensor with the most elements in a batch."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return max(tensors, key=Tensor.numel)
+def output_loss(ours: Any, theirs: object, batch: Batch) -> Tensor:
+    """Return the error of a model's output, a part of the loss of :func:`distill_`.
+
+    Logits (B, classes) or (B, T, classes): the Kullback-Leibler divergence of the distributions, in
+    nats per row or token. A ``last_hidden_state`` (B, T, D): one minus the mean cosine of the
+    mean-pooled embeddings. Any other tensor, or the class token of images: ``|f - y|^2 / |y - mean
+    y|^2``. Padding is left out.
+
+    Args:
+        ours: the model's output.
+        theirs: the teacher's; its ``logits`` are compared, else its ``last_hidden_state``, else its
+            first tensor.
+        batch: the input.
+
+    Raises:
+        DataError: there is no floating point tensor in the output.
+    """
+    name, target = output_tensor(theirs, batch)
+    _, output = output_tensor(ours, batch)
+    if name == "logits" and target.dim() in (2, 3) and target.shape[-1] > 1:
+        return _mean_divergence(target, output, batch)
+    hidden = name == "last_hidden_state"
+    y = sample_vectors(target, batch, pooled=hidden)
+    f = sample_vectors(output, batch, pooled=hidden)
+    if hidden and target.dim() == 3:
+        return (1 - (y * f).sum(-1)).mean()
+    return unexplained_share(f, y)
+
+
+def _mean_divergence(theirs: Tensor, ours: Tensor, batch: Batch) -> Tensor:
+    """Return the mean divergence of the rows of logits (..., classes) that are not padding."""
+    valid = valid_tokens(theirs.shape, (-1,), token_masks(batch))
+    target_rows = theirs.flatten(0, -2)
+    output_rows = ours.flatten(0, -2)
+    if valid is not None:
+        valid = valid.to(ours.device)
+        target_rows = target_rows[valid]
+        output_rows = output_rows[valid]
+    size = max(1, _CHUNK // theirs.shape[-1])
+    total = torch.zeros((), device=ours.device)
+    chunks = zip(torch.split(target_rows, size), torch.split(output_rows, size), strict=True)
+    for target, output in chunks:
+        # Computed again for the gradient: all logits at once would be held in float32 six times.
+        total = total + checkpoint(
+            _divergence, target, output, use_reentrant=False, preserve_rng_state=False
+        )
+    return total / max(len(target_rows), 1)
+
+
+def _divergence(theirs: Tensor, ours: Tensor) -> Tensor:
+    """Return the sum of the rows' divergences."""
+    p = log_softmax(upcast(theirs), -1)
+    q = log_softmax(upcast(ours), -1)
+    return kl_div(q, p, log_target=True, reduction="sum")
