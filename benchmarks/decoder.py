@@ -176,7 +176,6 @@ def main() -> None:
             teacher=original,
             steps=options.steps,
             bf16=not options.float32,
-            quiet=True,
             callbacks=[Measure()],
         )
 

@@ -162,7 +162,6 @@ def distilled(recipe: Recipe, model: str, steps: int, seed: int, bf16: bool) -> 
         teacher=subject.original,
         steps=steps,
         seed=seed,
-        quiet=True,
         lr=recipe.rate * distillation_rate(pretrained.model),
         callbacks=callbacks,
         bf16=bf16,

@@ -75,7 +75,6 @@ def seconds_per_sample(bf16: bool) -> float | None:
             steps=WARM_UP + STEPS,
             lr=1e-7,
             bf16=bf16,
-            quiet=True,
             callbacks=[Clock()],
         )
         if ranks.rank:

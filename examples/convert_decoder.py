@@ -59,7 +59,7 @@ def main() -> None:
     calibrated = dynorm.measure(model, held_out, original=original)
     print(calibrated.verdict())
 
-    dynorm.distill_(model, batches, teacher=original, steps=60, quiet=True)
+    dynorm.distill_(model, batches, teacher=original, steps=60)
     distilled = dynorm.measure(model, held_out, original=original)
     print(distilled.verdict())
 

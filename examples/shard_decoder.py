@@ -64,7 +64,6 @@ def convert(
         steps=steps,
         lr=lr,
         bf16=True,
-        quiet=True,
     )
     # All processes take part in this.
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -72,7 +71,7 @@ def convert(
     if unsharded is not None:
         unsharded.load_state_dict(state)
         print(
-            f"{ranks} processes, {report.samples} samples: loss {report.loss_before:.3f} -> "
+            f"{ranks} processes, {report.steps} steps: loss {report.loss_before:.3f} -> "
             f"{report.loss_after:.3f}"
         )
     # No process may leave while another one still gathers. Only the first one has more to do.

@@ -118,10 +118,9 @@ class RunFiles:
     def checkpoint(self) -> Path | None:
         """Return the last checkpoint that was written to its end, if any."""
         # It imports transformers, which a report on the runs does not need.
-        from dynorm.train.trainer import newest_checkpoint
+        from dynorm.train.trainer import last_checkpoint
 
-        found = newest_checkpoint(self.checkpoints)
-        return None if found is None else Path(found[0])
+        return last_checkpoint(self.checkpoints)
 
     def set_aside(self) -> None:
         """Keep the result and the log of a finished run under other names, until there is a new result."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -115,15 +115,13 @@ class RefineFields(TypedDict):
 class DistillFields(TypedDict):
     """The arguments of ``distill_`` that a recipe has."""
 
-    steps: int | None
-    minutes: float | None
+    steps: int
     lr: float | None
     seed: int
     bf16: bool
     accumulate: int
     checkpoints: str | os.PathLike[str] | None
     report_to: str | Iterable[str] | None
-    keep_on_interrupt: bool
 
 
 @dataclass(frozen=True)
@@ -362,15 +360,13 @@ class Recipe(Plain):
     def distill_fields(self) -> DistillFields:
         """The arguments of ``distill_`` that a recipe has; 0 steps or minutes mean none."""
         return DistillFields(
-            steps=self.steps or None,
-            minutes=self.minutes or None,
+            steps=self.steps or 0,
             lr=self.lr,
             seed=self.seed,
             bf16=self.bf16,
             accumulate=self.accumulate,
             checkpoints=self.checkpoints,
             report_to=self.report_to,
-            keep_on_interrupt=self.keep_on_interrupt,
         )
 
     def filled(self, language_model: bool, noun: str = "texts") -> Recipe:

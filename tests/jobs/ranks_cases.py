@@ -209,7 +209,7 @@ def errors(folder: Path) -> Any:
         except ValueError as error:
             found[f"{name}, unread"] = [type(error).__name__, str(error)]
     try:
-        dynorm.distill_(calibrated(), share(batches()), steps=COUNT, loss=unlearned, quiet=True)
+        dynorm.distill_(calibrated(), share(batches()), steps=COUNT, loss=unlearned)
     except (dynorm.DynormError, ValueError) as error:
         found["search"] = [type(error).__name__, str(error)]
     other = llama()

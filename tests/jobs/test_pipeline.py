@@ -117,7 +117,7 @@ def test_language_models_are_measured_by_their_loss(
     language_model: Path, texts: Path, tmp_path: Path
 ) -> None:
     recipe = Recipe(**{**vars(QUICK), "steps": 2})
-    report = convert_pretrained(language_model, tmp_path / "out", recipe, texts=[texts], quiet=True)
+    report = convert_pretrained(language_model, tmp_path / "out", recipe, texts=[texts])
     assert report.output.kind == "language"
     assert report.output.loss_difference is not None
     assert len(report.sites) == 5
@@ -174,10 +174,10 @@ def test_a_stopped_distillation_goes_on_from_its_checkpoint(
     recipe = Recipe(
         **{**vars(QUICK), "steps": 4, "witnesses": 2, "checkpoints": str(tmp_path / "checkpoints")}
     )
-    whole = convert_pretrained(encoder, tmp_path / "whole", recipe, texts=[texts], quiet=True)
+    whole = convert_pretrained(encoder, tmp_path / "whole", recipe, texts=[texts])
     assert list((tmp_path / "checkpoints").glob("checkpoint-*"))
     longer = Recipe(**{**vars(recipe), "steps": 6})
-    resumed = convert_pretrained(encoder, tmp_path / "resumed", longer, texts=[texts], quiet=True)
+    resumed = convert_pretrained(encoder, tmp_path / "resumed", longer, texts=[texts])
     assert whole.meta["stages"]["distill"]["steps"] == 4
     assert resumed.meta["stages"]["distill"]["steps"] == 6
 
@@ -203,7 +203,7 @@ def test_a_student_on_the_path_is_distilled_to_its_end(encoder: Path, texts: Pat
         with pytest.raises(dynorm.errors.ArgumentError, match=f"{list(bad)[-1]} must be"):
             distill_(student.model, batches, teacher=teacher, **{"steps": 10, **bad})
     with pytest.raises(dynorm.errors.DataError, match="one batch"):
-        distill_(student.model, [], teacher=teacher, steps=1, quiet=True)
+        distill_(student.model, [], teacher=teacher, steps=1)
     callback = AnnealCallback(start=1, length=0.6)
     found = distill_(
         student.model, batches, teacher=teacher, steps=10, quiet=True, callbacks=[callback]
@@ -258,7 +258,7 @@ def test_distillation_moves_the_gains(encoder: Path, texts: Path) -> None:
     dynorm.convert_(student.model, dynorm.find_norms(student.model, **batch), witnesses=(0, 3))
     layers = dynorm_layers(student.model).values()
     before = [layer.get_parameter("log_gain").detach().clone() for layer in layers]
-    distill_(student.model, [batch], teacher=teacher, steps=3, quiet=True)
+    distill_(student.model, [batch], teacher=teacher, steps=3)
     for layer, gain in zip(layers, before, strict=True):
         assert (layer.get_parameter("log_gain") != gain).all()
         assert layer.get_buffer("witnesses").tolist() == [0, 3]

@@ -119,10 +119,11 @@ def test_refinement_and_distillation_in_inference_mode() -> None:
     dynorm.calibrate_(model, batches())
     expected = copy.deepcopy(model)
     dynorm.refine_(expected, batches(), steps=4)
-    dynorm.distill_(expected, batches(), steps=4, quiet=True)
+    teacher = dynorm.restore_(copy.deepcopy(model))
+    dynorm.distill_(expected, batches(), teacher=teacher, steps=4)
     with torch.inference_mode():
         dynorm.refine_(model, batches(), steps=4)
-        dynorm.distill_(model, batches(), steps=4, quiet=True)
+        dynorm.distill_(model, batches(), teacher=teacher, steps=4)
     for parameter, value in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(parameter, value)
     require_trains(model)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import dynorm
 from dynorm.errors import ModelError
 from dynorm.parallel import require_equal_ranks
-from dynorm.train.start import require_same_anneal
 from tests.ecosystem.models import gpt2
 
 WORDS = r"'0\.weight'.*placeholder.*deepspeed\.zero\.GatheredParameters\(list\(model\.parameters\(\)\)\):`"
@@ -56,12 +55,10 @@ VERBS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "fold_": ("", lambda model: dynorm.fold_(model, X)),
     "calibrate_": ("dyisru", lambda model: dynorm.calibrate_(model, [X])),
     "refine_": ("dyisru", lambda model: dynorm.refine_(model, [X], steps=1)),
-    "distill_": ("dyisru", lambda model: dynorm.distill_(model, [X], steps=1, quiet=True)),
+    "distill_": ("dyisru", lambda model: dynorm.distill_(model, [X], teacher=build(), steps=1)),
     "teacher": (
         "",
-        lambda teacher: dynorm.distill_(
-            converted(), [X], teacher=teacher, steps=1, lr=1e-4, quiet=True
-        ),
+        lambda teacher: dynorm.distill_(converted(), [X], teacher=teacher, steps=1, lr=1e-4),
     ),
     "init_from_batch_": ("dyisru", lambda model: dynorm.init_from_batch_(model, X)),
     "measure": ("dyisru", lambda model: dynorm.measure(model, [X])),
@@ -71,7 +68,6 @@ VERBS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "param_groups": ("dyt", lambda model: dynorm.param_groups(model, lr=1e-3)),
     "finalize_": ("annealed", lambda model: dynorm.finalize_(model, force=True)),
     "AnnealStart": ("annealed", lambda model: dynorm.AnnealStart(model).cancel_()),
-    "require_same_anneal": ("annealed", require_same_anneal),
     "require_equal_ranks": ("dyisru", require_equal_ranks),
 }
 

@@ -74,15 +74,6 @@ def test_a_row_of_a_large_embedding_is_enough() -> None:
     assert changed_weights(model) == ["0.weight"]
 
 
-def test_a_second_distillation_asks_for_its_teacher() -> None:
-    model = converted()
-    dynorm.distill_(model, batches(), steps=8, lr=1e-4, quiet=True)
-    with pytest.raises(ModelError, match="pass teacher=, a copy"):
-        dynorm.distill_(model, batches(), steps=8, quiet=True)
-    again = dynorm.distill_(model, batches(), teacher=build(), steps=8, lr=1e-5, quiet=True)
-    assert again.steps == 8
-
-
 def moved_through_bfloat16(model: nn.Module) -> nn.Module:
     return model.bfloat16().float()
 

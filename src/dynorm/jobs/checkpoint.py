@@ -338,9 +338,7 @@ class Checkpoint:
                 f"{self.source} must hold the model's image processor, but has none of "
                 f"{listed(names)}: copy it"
             )
-        return self._read(
-            transformers.AutoImageProcessor, f"the image processor in {self.source}"
-        )
+        return self._read(transformers.AutoImageProcessor, f"the image processor in {self.source}")
 
     def _read(self, cls: Any, title: str | None = None, **options: object) -> Any:
         folder = self.source

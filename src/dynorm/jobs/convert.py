@@ -79,7 +79,7 @@ def convert_pretrained(
     job.convert_()
     if job.recipe.refine:
         job.refine_()
-    if job.recipe.steps or job.recipe.minutes:
+    if job.recipe.steps:
         job.distill_(quiet)
     report = job.measure()
     if job.ranks.rank:

@@ -142,7 +142,7 @@ def _convert_(
     calibrate_(model, fit, lean=recipe.lean, tolerance=recipe.tolerance)
     if recipe.refine:
         refine_(model, fit, steps=recipe.refine, **recipe.refine_fields)
-    if recipe.steps or recipe.minutes:
+    if recipe.steps:
         distilled = distill_(model, fit, teacher=original, **recipe.distill_fields)
         stages["distill"] = distilled.to_dict()
     return stages

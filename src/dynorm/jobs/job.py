@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dynorm.batches import arguments
-from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed
+from dynorm.errors import ArgumentError, ModelError, listed
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
 from dynorm.jobs.checkpoint import (
@@ -34,14 +33,14 @@ from dynorm.plain import JsonObject
 from dynorm.ranks import Ranks
 from dynorm.recipe import Recipe
 from dynorm.replace import ConversionReport, convert_
-from dynorm.replace.options import REST
 from dynorm.replace.edits import is_changed
+from dynorm.replace.options import REST
 from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
 from dynorm.report.cost import costs
 from dynorm.report.records import Continuation
 from dynorm.site import as_strings
-from dynorm.train.distill import FEW, distill_
+from dynorm.train.distill import distill_
 
 Paths = Sequence[str | Path]
 Say = Callable[[str], None]
@@ -264,36 +263,19 @@ class Job:
 
     def distill_(self, quiet: bool) -> None:
         """Train all weights to reproduce the original's outputs."""
-        # It imports transformers.
-        from dynorm.train.trainer import Announcer
-
         recipe = self.recipe
-        if recipe.steps:
-            self.say(f"distilling for {recipe.steps} steps")
-        else:
-            self.say(f"distilling for {recipe.minutes:g} minutes")
-        if recipe.steps and recipe.steps < FEW:
-            message = f"steps below {FEW} can hardly help, got {recipe.steps}: give more, or none"
-            warnings.warn(message, CalibrationWarning, stacklevel=2)
+        self.say(f"distilling for {recipe.steps} steps")
         batches = ShuffledBatches(
             self.inputs.batches, self.ranks.share(self.inputs.fit), recipe.batch, recipe.seed
         )
-        # Without a bar, lines show the time that is left.
-        callbacks = [Announcer(self.say, has_bar=not quiet)]
         with self.stage("distill"):
             distilled = distill_(
                 self.pretrained.model,
                 batches,
                 teacher=self.original,
-                quiet=quiet,
-                callbacks=callbacks,
                 **recipe.distill_fields,
             )
             self.details["distill"] = distilled.to_dict()
-        if distilled.interrupted:
-            self.say(f"stopped after {distilled.steps:,} steps; the rest of the job goes on")
-        elif distilled.resumed == distilled.steps:
-            self.say(f"the checkpoint has all {distilled.steps:,} steps already")
 
     def measure(self) -> ModelReport:
         """Return the report on the held-out samples."""
