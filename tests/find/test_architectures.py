@@ -1,8 +1,7 @@
-"""The whole way on tiny random models of transformers: find, convert, calibrate, save, load, restore."""
+"""Find, convert and restore the norms of tiny random models of transformers."""
 
 import inspect
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm.hub import load, save
 from dynorm.layers import PointwiseNorm
 
 transformers = pytest.importorskip("transformers")
@@ -342,60 +340,6 @@ EXHAUSTIVE = """
     t5gemma t5gemma2
     """
 
-# The other model types that AutoModel knows, and why they are not among those above.
-LEFT_OUT = {
-    "has sizes of other names: more than 2,000,000 parameters": """
-        align bark blt clap cohere2_vision cpmant dac deepseek_vl_hybrid deimv2 depth_pro dots3_note_text
-        edgetam_video efficientnet encodec fastspeech2_conformer fastspeech2_conformer_with_hifigan hgnet_v2
-        hunyuan_vl hunyuan_vl_vision inkling2_vision inkling_mm_model janus kimi_linear lightglue llama4 markuplm
-        mask2former maskformer mgp-str mimi_encoder minimax_m3_vl mobilenet_v1 mobilenet_v2 mobilevitv2 muse_glimmer
-        muse_spark_text neucodec oneformer pe_audio pe_audio_encoder perceiver phi4_multimodal
-        pocket_tts_audio_tokenizer_encoder pp_doclayout_v3 pp_doclayout_v4 pp_ocrv5_mobile_rec pp_ocrv5_server_rec
-        pp_ocrv6_small_det pp_ocrv6_small_rec pp_ocrv6_tiny_rec qwen3_asr qwen3_asr_encoder qwen3_omni_moe_thinker
-        radio rt_detr rt_detr_v2 sam2 sam2_hiera_det_model sam2_video sam2_vision_model sam3 sam3_lite_text
-        sam3_tracker sam3_tracker_video sam3_video sam3_vision_model seamless_m4t seamless_m4t_v2 tvp univnet
-        unlimited_ocr uvdoc vibevoice vibevoice_acoustic_tokenizer vibevoice_acoustic_tokenizer_decoder
-        vibevoice_acoustic_tokenizer_encoder vibevoice_asr vits vjepa2 xclip xcodec xcodec2
-        """,
-    "takes inputs of other forms: grids, boxes, prompts, images in patches": """
-        audioflamingo3_encoder autoformer blip-2 blip_2_qformer bros clvp cohere_compass_vision cosmos3_edge_vision
-        decision_transformer exaone4_5_vision fun_asr_nano_encoder gemma3n_audio gemma4_audio gemma4_vision glm46v
-        glm4v glm4v_moe glm4v_moe_text glm4v_moe_vision glm4v_vision glm5_next_vision glm_image glm_image_text
-        glm_image_vision glm_image_vqmodel glm_ocr glm_ocr_vision glmga grounding-dino hunyuan_vl_text idefics
-        instructblip instructblipvideo kimi_k25_vision kosmos-2 lasr_ctc lasr_encoder layoutlmv3 levit lfm3_vl
-        lfm3_vl_vision lilt lxmert mimo_v2_flash minicpm_ocr minicpm_ocr_vision minicpmv4_6 minicpmv4_7
-        minicpmv4_7_vision mistral4 mm-grounding-dino moonshine muse_glimmer_assistant muse_glimmer_vision
-        muse_spark_vision paddleocr_vl pi0 qwen2_5_omni_thinker qwen2_5_vl qwen2_5_vl_vision qwen2_vl qwen3_5
-        qwen3_5_moe qwen3_5_moe_vision qwen3_5_vision qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp qwen4_exp_vision
-        rf_detr sam sam_hq seggpt siglip2 siglip2_vision_model speecht5 step3p7 textnet timesfm timesfm2_5 udop
-        video_llama_3_vision videoprism videoprism_vision_model voxtral_realtime
-        """,
-    "does not build with these sizes": """
-        bit bridgetower chameleon cohere_compass cohere_compass_text csm cvt d_fine dbrx deepseek_ocr2
-        diffusion_gemma dots1 emu3 ernie4_5_vl_moe evolla funnel granite4_vision informer kyutai_speech_to_text
-        lfm2_moe mimi mimi_decoder moonshine_streaming musicgen musicgen_melody pocket_tts_audio_tokenizer
-        pocket_tts_audio_tokenizer_decoder pp_ocrv6_medium_det reformer t5gemma2_encoder time_series_transformer
-        voxtral_realtime_text zamba
-        """,
-    "needs a library that is not installed": """
-        conditional_detr dab-detr deformable_detr detr dinat edgetam edgetam_vision_model fast_vlm gemma3n_vision
-        higgs_audio_v2_tokenizer layoutlmv2 omdet-turbo pe_audio_video pe_audio_video_encoder pe_video
-        pe_video_encoder perception_lm table-transformer timm_backbone timm_wrapper
-        """,
-    "checks its sizes against each other, and these do not fit": """
-        cosmos3_edge cosmos3_edge_text dia dots3_note efficientloftr embedding_gemma2 fun_asr_nano gemma3n
-        gemma4_unified glm5_next glm5_next_text gradium_phonon_tts granite_speech5_ctc granite_speech5_encoder
-        inkling2 lw_detr molmo2 muse_spark muse_spark_audio nemo_speechlm nemotron3_5_transcribe_audio
-        nemotron3_5_transcribe_word_timestamp nemotron3_diarization neomme pocket_tts zamba2 zaya
-        """,
-    "takes over ten seconds": """
-        falcon_h1
-        """,
-    "no LayerNorm or RMSNorm that could be replaced": """
-        ibert mobilebert patchtst poolformer qwen4_exp_text regnet resnet swiftformer
-        """,
-}
-
 # How many norms each model has: (LayerNorm, RMSNorm, channels first, scaled by 1 + w, refused).
 COUNTS = Path(__file__).with_name("norm_counts.txt")
 
@@ -409,7 +353,7 @@ def expected_counts() -> dict[str, tuple[int, ...]]:
 EXPECTED = expected_counts()
 
 
-def go_the_whole_way(kind: str, folder: Path) -> tuple[int, ...]:
+def converted_and_restored(kind: str) -> tuple[int, ...]:
     """Do it all, and return how many norms were replaced and refused, as EXPECTED has them."""
     torch.manual_seed(0)
     model = tiny_model(kind)
@@ -419,15 +363,9 @@ def go_the_whole_way(kind: str, folder: Path) -> tuple[int, ...]:
     # The table was made with find_norms; the names of the classes were not.
     assert norms_by_name(model) <= {path for site in sites for path in (site.path, *site.aliases)}
     report = dynorm.convert_(model, sites)
-    # That constants come from all batches is tests/fit's matter.
-    calibration = dynorm.calibrate_(model, [inputs])
-    assert len(calibration.sites) == len(report.converted)
     given = run(model, inputs)
     assert [t.shape for t in given] == [t.shape for t in exact]
-    assert all(t.isfinite().all() for t in given)
     assert not same(given, exact)
-    save(model, folder)
-    assert same(run(load(folder), inputs), given)
     dynorm.restore_(model)
     assert not any(isinstance(module, PointwiseNorm) for module in model.modules())
     assert same(run(model, inputs), exact)
@@ -456,36 +394,9 @@ TESTED = [*ALWAYS.split(), *(EXHAUSTIVE.split() if "DYNORM_EXHAUSTIVE" in os.env
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TESTED)
-def test_architectures(kind: str, tmp_path: Path) -> None:
-    assert go_the_whole_way(kind, tmp_path / "model") == EXPECTED[kind]
-
-
-def test_the_lists_are_disjoint() -> None:
-    names = [*ALWAYS.split(), *EXHAUSTIVE.split(), *" ".join(LEFT_OUT.values()).split()]
-    assert len(names) == len(set(names))
+def test_architectures(kind: str) -> None:
+    assert converted_and_restored(kind) == EXPECTED[kind]
 
 
 def test_the_table_has_a_row_for_each_tested_model_and_no_other() -> None:
     assert sorted(EXPECTED) == sorted([*ALWAYS.split(), *EXHAUSTIVE.split()])
-    for kind, (layernorms, rmsnorms, channels_first, one_plus_w, _) in EXPECTED.items():
-        assert layernorms + rmsnorms > 0, kind
-        assert channels_first + one_plus_w <= layernorms + rmsnorms, kind
-
-
-def test_the_readme_says_how_many_models_are_tested() -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
-    always, more = len(ALWAYS.split()), len(EXHAUSTIVE.split())
-    assert f"`find_norms` on {always} architectures" in text
-    assert f"`make architectures` on {more} more" in text
-
-
-def test_the_page_of_models_names_the_same_models() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
-    tested = text.partition("<!-- architectures: ")[2].partition("<!-- end -->")[0]
-    marked = re.findall(r"([\w.-]+) ✓", tested)
-    assert sorted(marked) == sorted([*ALWAYS.split(), *EXHAUSTIVE.split()])
-    untested = text.partition("<!-- untested: ")[2].partition("<!-- end -->")[0]
-    named = []
-    for line in " ".join(untested.split()).split(" - ")[1:]:
-        named += line.rsplit(": ", 1)[1].rstrip(".").split(", ")
-    assert sorted(named) == sorted(" ".join(LEFT_OUT.values()).split())

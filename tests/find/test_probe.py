@@ -6,7 +6,7 @@ import math
 import random
 import types
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,18 +22,10 @@ from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find import probe
 from dynorm.find.probe import find_norms
 from dynorm.find.recover import affine_of, recover
-from dynorm.site import NormSite, select_sites
+from dynorm.site import NormSite, require_matches
 
 C = 16
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small tensors: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+TOKENS, HEADS, IMAGE = (2, 5, C), (2, 3, 4, C), (2, C, 4, 4)
 
 
 class Wrap(nn.Module):
@@ -52,7 +44,7 @@ class Wrap(nn.Module):
 class Norm(nn.Module):
     """A home-made norm whose formula is given as a function of itself and x."""
 
-    def __init__(self, function: Callable[["Norm", Tensor], Tensor], **tensors: Tensor) -> None:
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], **tensors: Tensor) -> None:
         super().__init__()
         self.function = function
         for name, tensor in tensors.items():
@@ -60,6 +52,10 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, x)
+
+
+class Head(Norm):
+    """By its name no norm."""
 
 
 def rms(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
@@ -70,6 +66,10 @@ def standardize(x: Tensor, dim: int, eps: float = 1e-5) -> Tensor:
     return (x - x.mean(dim, keepdim=True)) / (x.var(dim, keepdim=True, unbiased=False) + eps).sqrt()
 
 
+def unit(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
 def only(model: nn.Module, *args: Any) -> NormSite:
     (site,) = find_norms(model, *args)
     return site
@@ -78,6 +78,10 @@ def only(model: nn.Module, *args: Any) -> NormSite:
 def only_of(norm: nn.Module, x: Tensor) -> NormSite:
     """The single site of a model that holds a norm."""
     return only(nn.Sequential(norm), x)
+
+
+def refusal(norm: nn.Module, x: Tensor) -> str:
+    return str(only_of(norm, x).refused)
 
 
 def perturbed(module: nn.Module) -> nn.Module:
@@ -91,82 +95,35 @@ def perturbed(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_transformer_encoder(train: bool, norm_first: bool) -> None:
-    layer = nn.TransformerEncoderLayer(C, 2, 32, batch_first=True, norm_first=norm_first)
-    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(C), enable_nested_tensor=False).train(
-        train
-    )
-    sites = find_norms(model, torch.randn(2, 5, C))
-    assert [site.path for site in sites] == [
-        "layers.0.norm1",
-        "layers.0.norm2",
-        "layers.1.norm1",
-        "layers.1.norm2",
-        "norm",
-    ]
-    assert all(
-        (site.kind, site.dim, site.eps, site.refused) == ("layernorm", -1, 1e-5, None)
-        for site in sites
-    )
+def test_transformer_encoder(train: bool) -> None:
+    layer = nn.TransformerEncoderLayer(C, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(C)).train(train)
+    padding = torch.tensor([[False, False, True], [False, False, False]])
+    with torch.inference_mode():
+        sites = find_norms(model, torch.randn(2, 3, C), src_key_padding_mask=padding)
+    paths = [f"layers.{k}.norm{n}" for k in (0, 1) for n in (1, 2)]
+    assert [site.path for site in sites] == [*paths, "norm"]
     assert [site.order for site in sites] == [0, 1, 2, 3, 4]
+    assert {(s.kind, s.dim, s.eps, s.refused) for s in sites} == {("layernorm", -1, 1e-5, None)}
     assert torch.backends.mha.get_fastpath_enabled()
     assert model.training is train
 
 
-def test_transformer_encoder_with_padding() -> None:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(C, 2, 32, batch_first=True), 1).eval()
-    padding = torch.tensor([[False, False, True], [False, False, False]])
-    with torch.inference_mode():
-        sites = find_norms(model, torch.randn(2, 3, C), src_key_padding_mask=padding)
-    assert [site.path for site in sites] == ["layers.0.norm1", "layers.0.norm2"]
-
-
-def test_shared_module_has_aliases_and_is_called_more_than_once() -> None:
+def test_sites_come_in_call_order_with_aliases_and_uncalled_ones_last() -> None:
     norm = nn.LayerNorm(C)
-    model = nn.ModuleDict({"a": norm, "b": nn.Sequential(nn.Linear(C, C), norm), "c": norm})
-    site = only(
-        Wrap(lambda self, x: self.parts["c"](self.parts["b"](x)), parts=model), torch.randn(2, C)
+    parts = nn.ModuleDict(
+        {"unused": nn.Sequential(nn.RMSNorm(C)), "late": nn.RMSNorm(C), "a": norm, "b": norm}
     )
-    assert (site.path, site.aliases, site.calls) == ("parts.a", ("parts.b.1", "parts.c"), 2)
-
-
-def test_sites_come_in_call_order() -> None:
-    model = Wrap(
-        lambda self, x: self.early(self.late(x)), early=nn.RMSNorm(C), late=nn.LayerNorm(C)
-    )
-    assert [site.path for site in find_norms(model, torch.randn(2, C))] == ["late", "early"]
-
-
-def test_query_and_key_norms_of_a_tiny_qwen3() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3Config(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=12,
-        vocab_size=50,
-    )
-    model = transformers.Qwen3Model(config).eval()
-    sites = {site.path: site for site in find_norms(model, input_ids=torch.arange(6)[None])}
-    assert sites["layers.0.self_attn.q_norm"].normalized_shape == (12,)
-    assert sites["layers.0.self_attn.k_norm"].normalized_shape == (12,)
-    assert sites["layers.0.input_layernorm"].normalized_shape == (32,)
-    assert list(sites) == [
-        "layers.0.input_layernorm",
-        "layers.0.self_attn.q_norm",
-        "layers.0.self_attn.k_norm",
-        "layers.0.post_attention_layernorm",
-        "norm",
-    ]
-    assert {site.kind for site in sites.values()} == {"rmsnorm"}
-    assert {site.eps for site in sites.values()} == {1e-6}
+    model = Wrap(lambda self, x: self.p["late"](self.p["b"](self.p["a"](x))), p=parts)
+    sites = find_norms(model, torch.randn(2, C))
+    assert [site.path for site in sites] == ["p.a", "p.late", "p.unused.0"]
+    assert [site.calls for site in sites] == [2, 1, 0]
+    assert sites[0].aliases == ("p.b",)
+    assert str(sites[2].refused).startswith("never called by the example input")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("eps", [1e-12, 1e-6, 1e-5, 1e-3])
+@pytest.mark.parametrize("eps", [1e-12, 1e-5, 1e-3])
 def test_every_dtype(dtype: torch.dtype, eps: float) -> None:
     model = perturbed(nn.Sequential(nn.LayerNorm(C, eps=eps), nn.RMSNorm(C, eps=eps))).to(dtype)
     layer_norm, rms_norm = find_norms(model, torch.randn(3, 4, C).to(dtype))
@@ -178,7 +135,7 @@ def test_every_dtype(dtype: torch.dtype, eps: float) -> None:
     assert torch.equal(weight, model[0].weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_machine_epsilon(dtype: torch.dtype) -> None:
     norm = nn.RMSNorm(C).to(dtype)
     site = only_of(norm, torch.randn(2, C).to(dtype))
@@ -189,13 +146,11 @@ def test_machine_epsilon(dtype: torch.dtype) -> None:
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_norms_under_autocast() -> None:
-    model = nn.Sequential(
-        nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C), nn.RMSNorm(C, eps=1e-6)
-    )
+    model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), nn.RMSNorm(C, eps=1e-6))
     with torch.autocast("cpu", torch.bfloat16):
         sites = find_norms(model, torch.randn(4, C))
         assert torch.is_autocast_enabled("cpu")
-    assert [(site.path, site.kind) for site in sites] == [("1", "layernorm"), ("3", "rmsnorm")]
+    assert [(site.path, site.kind) for site in sites] == [("1", "layernorm"), ("2", "rmsnorm")]
 
 
 @pytest.mark.parametrize("shape", [(2, C, 4, 4), (2, C, C, C), (3, C, 5), (2, C, 3, 4, 5)])
@@ -214,54 +169,26 @@ def test_channels_first(shape: tuple[int, ...]) -> None:
 def test_channels_first_without_batch() -> None:
     norm = Norm(lambda self, x: rms(x, 0) * self.g, g=torch.rand(C, 1, 1))
     site = only_of(norm, torch.randn(C, 4, 5))
-    assert (site.kind, site.dim, site.normalized_shape, site.weight_name) == (
-        "rmsnorm",
-        0,
-        (C,),
-        "g",
-    )
+    assert (site.kind, site.dim, site.weight_name) == ("rmsnorm", 0, "g")
     weight, _ = affine_of(norm, site)
     assert weight is not None
     assert weight.shape == (C,)
 
 
-def test_a_wrapper_that_permutes_leaves_the_inner_norm_as_the_site() -> None:
-    wrapper = Wrap(lambda self, x: self.norm(x.movedim(1, -1)).movedim(-1, 1), norm=nn.LayerNorm(C))
-    site = only_of(wrapper, torch.randn(2, C, 4, 4))
-    assert (site.path, site.dim) == ("0.norm", -1)
-
-
-def test_a_container_of_one_norm_is_not_a_site() -> None:
-    assert (
-        only_of(
-            nn.Sequential(nn.Sequential(nn.LayerNorm(C)), nn.Identity()), torch.randn(2, C)
-        ).path
-        == "0.0.0"
-    )
-
-
-def test_the_model_itself_may_be_a_norm() -> None:
-    assert only(nn.LayerNorm(C), torch.randn(2, C)).path == ""
-
-
-def test_several_trailing_axes() -> None:
-    norm = perturbed(nn.LayerNorm((4, C)))
-    site = only_of(norm, torch.randn(3, 4, C))
-    assert (site.dim, site.normalized_shape) == ((-2, -1), (4, C))
-    weight, bias = affine_of(norm, site)
-    assert weight is not None
-    assert bias is not None
-    assert torch.equal(weight, norm.weight)
-    assert torch.equal(bias, norm.bias)
-    assert only_of(nn.LayerNorm((4, C), elementwise_affine=False), torch.randn(3, 4, C)).dim == (
-        -2,
-        -1,
-    )
-
-
 @pytest.mark.parametrize(
-    "shape", [(C,), (1, C), (1, 1, C), (7, C), (2, 3, 4, C), (C, C), (C, C, C)]
+    ("model", "path"),
+    [
+        (Wrap(lambda self, x: self.n(x.mT).mT, n=nn.LayerNorm(5)), "n"),
+        (nn.Sequential(nn.Sequential(nn.LayerNorm(C)), nn.Identity()), "0.0"),
+        (nn.LayerNorm(C), ""),
+    ],
+    ids=["a wrapper that permutes", "a container of one norm", "the model itself"],
 )
+def test_the_innermost_module_is_the_site(model: nn.Module, path: str) -> None:
+    assert only(model, torch.randn(TOKENS)).path == path
+
+
+@pytest.mark.parametrize("shape", [(C,), (1, C), (1, 1, C), (7, C), HEADS, (C, C), (C, C, C)])
 def test_every_rank(shape: tuple[int, ...]) -> None:
     for norm in (nn.LayerNorm(C), nn.RMSNorm(C, eps=1e-6, elementwise_affine=False)):
         site = only_of(norm, torch.randn(shape))
@@ -274,16 +201,12 @@ def test_every_width(width: int) -> None:
     assert only_of(nn.RMSNorm(width, eps=1e-5), torch.randn(3, width)).kind == "rmsnorm"
 
 
-def test_an_activation_without_mean_is_no_excuse_to_take_a_layernorm_for_an_rmsnorm() -> None:
+@pytest.mark.parametrize("values", ["without mean", "not finite"])
+def test_activations_do_not_decide_the_kind(values: str) -> None:
     x = torch.randn(4, C)
-    model = nn.Sequential(
-        nn.LayerNorm(C, elementwise_affine=False), nn.LayerNorm(C), nn.RMSNorm(C, eps=1e-5)
-    )
-    assert [site.kind for site in find_norms(model, x - x.mean(-1, keepdim=True))] == [
-        "layernorm",
-        "layernorm",
-        "rmsnorm",
-    ]
+    x = x - x.mean(-1, keepdim=True) if values == "without mean" else x * math.nan
+    model = nn.Sequential(nn.LayerNorm(C, elementwise_affine=False), nn.RMSNorm(C, eps=1e-5))
+    assert [site.kind for site in find_norms(model, x)] == ["layernorm", "rmsnorm"]
 
 
 def test_one_plus_weight() -> None:
@@ -294,67 +217,41 @@ def test_one_plus_weight() -> None:
     site = only_of(norm, torch.randn(2, 3, C))
     assert (site.weight_offset, site.weight_name, site.has_bias) == (1.0, "weight", False)
     perturbed(norm).to(torch.bfloat16)
-    weight, bias = affine_of(norm, site)
-    assert bias is None
+    weight, _ = affine_of(norm, site)
     assert weight is not None
     assert weight.dtype == torch.float32
     assert torch.equal(weight, 1 + norm.weight.float())
 
 
-def test_weight_only_and_no_affine_at_all() -> None:
-    weight_only = only_of(nn.LayerNorm(C, bias=False), torch.randn(2, C))
-    assert (weight_only.has_weight, weight_only.has_bias) == (True, False)
+def test_parts_that_a_norm_has_not() -> None:
+    site = only_of(nn.LayerNorm(C, bias=False), torch.randn(2, C))
+    assert (site.has_weight, site.has_bias) == (True, False)
     bare = nn.LayerNorm(C, elementwise_affine=False)
     site = only_of(bare, torch.randn(2, C))
-    assert (site.has_weight, site.has_bias, site.weight_name, site.bias_name) == (
-        False,
-        False,
-        None,
-        None,
-    )
+    assert (site.has_weight, site.weight_name, site.bias_name) == (False, None, None)
     assert affine_of(bare, site) == (None, None)
+    zero = nn.LayerNorm(C)
+    nn.init.zeros_(zero.weight)
+    site = only_of(zero, torch.randn(2, C))
+    assert (site.has_weight, site.weight_name) == (True, "weight")
 
 
-def test_zero_weight_is_still_a_weight() -> None:
-    norm = nn.LayerNorm(C)
-    nn.init.zeros_(norm.weight)
-    site = only_of(norm, torch.randn(2, C))
-    assert (site.kind, site.weight_name, site.weight_offset) == ("layernorm", "weight", 0.0)
-
-
-def test_weight_in_a_buffer() -> None:
-    norm = Norm(lambda self, x: rms(x) * self.scale)
-    norm.register_buffer("scale", torch.rand(C))
-    assert only_of(norm, torch.randn(2, C)).weight_name == "scale"
+W = torch.linspace(-1, 1, C)
 
 
 @pytest.mark.parametrize(
     ("norm", "expected"),
     [
-        (Norm(lambda self, x: F.normalize(x, dim=-1)), torch.full((C,), C**-0.5)),
-        (
-            Norm(lambda self, x: F.normalize(x, dim=-1) * self.g, g=torch.tensor(3.0)),
-            torch.full((C,), 3 * C**-0.5),
-        ),
-        (
-            Norm(lambda self, x: rms(x) * self.w.exp(), w=torch.linspace(-1, 1, C)),
-            torch.linspace(-1, 1, C).exp(),
-        ),
-        (
-            Norm(lambda self, x: rms(x) * self.w.abs(), w=torch.linspace(-1, 1, C)),
-            torch.linspace(-1, 1, C).abs(),
-        ),
+        (Norm(lambda self, x: unit(x)), torch.full((C,), C**-0.5)),
+        (Norm(lambda self, x: unit(x) * self.g, g=torch.tensor(3.0)), torch.full((C,), 3 / 4)),
+        (Norm(lambda self, x: rms(x) * self.w.exp(), w=W), W.exp()),
+        (Norm(lambda self, x: rms(x) * self.w.abs(), w=W), W.abs()),
     ],
     ids=["l2", "scaled l2", "exponential weight", "absolute weight"],
 )
 def test_weight_that_no_tensor_holds(norm: nn.Module, expected: Tensor) -> None:
     site = only_of(norm, torch.randn(2, C))
-    assert (site.kind, site.has_weight, site.weight_name, site.has_bias) == (
-        "rmsnorm",
-        True,
-        None,
-        False,
-    )
+    assert (site.kind, site.has_weight, site.weight_name) == ("rmsnorm", True, None)
     weight, bias = affine_of(norm, replace(site, refused=None))
     assert bias is None
     torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
@@ -362,10 +259,7 @@ def test_weight_that_no_tensor_holds(norm: nn.Module, expected: Tensor) -> None:
 
 def test_unbiased_deviation_is_a_weight() -> None:
     norm = Norm(
-        lambda self, x: (
-            self.a * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + self.b
-        ),
-        a=torch.ones(C),
+        lambda self, x: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + self.b,
         b=torch.rand(C),
     )
     site = only_of(norm, torch.randn(2, C))
@@ -375,282 +269,214 @@ def test_unbiased_deviation_is_a_weight() -> None:
     assert torch.equal(bias, norm.b)  # type: ignore[arg-type]
 
 
-def test_parametrized_weight() -> None:
-    norm = nn.RMSNorm(C, eps=1e-6)
-    nn.utils.parametrize.register_parametrization(norm, "weight", Wrap(lambda self, w: w.exp()))
-    site = only_of(norm, torch.randn(2, C))
+def test_weights_in_a_buffer_and_parametrized() -> None:
+    norm = Norm(lambda self, x: rms(x) * self.scale)
+    norm.register_buffer("scale", torch.rand(C))
+    assert only_of(norm, torch.randn(2, C)).weight_name == "scale"
+    other = nn.RMSNorm(C, eps=1e-6)
+    parametrize.register_parametrization(other, "weight", Wrap(lambda self, w: w.exp()))
+    site = only_of(other, torch.randn(2, C))
     assert (site.kind, site.weight_name) == ("rmsnorm", None)
-    torch.testing.assert_close(
-        affine_of(norm, site)[0], torch.full((C,), math.e), rtol=1e-5, atol=0
-    )
+    weight, _ = affine_of(other, site)
+    torch.testing.assert_close(weight, torch.full((C,), math.e), rtol=1e-5, atol=0)
 
 
-def test_like_norms_of_other_values() -> None:
-    norms = [perturbed(nn.LayerNorm(C)) for _ in range(3)]
-    norms[1].eps = 1e-3
-    model = nn.Sequential(*norms)
-    sites = find_norms(model, torch.randn(2, C))
-    assert [site.eps for site in sites] == [1e-5, 1e-3, 1e-5]
-    for norm, site in zip(norms, sites, strict=True):
-        assert torch.equal(affine_of(norm, site)[0], norm.weight)  # type: ignore[arg-type]
-
-
-def test_like_modules_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_like_modules_are_tried_once_but_keep_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[nn.Module] = []
     monkeypatch.setattr(
         probe, "recover", lambda module, *rest: tried.append(module) or recover(module, *rest)
     )
-    model = nn.Sequential(
-        *[layer for _ in range(5) for layer in (nn.LayerNorm(C), nn.GELU())],
-        nn.LayerNorm(C, eps=0.1),
-    )
-    assert len(find_norms(model, torch.randn(2, C))) == 6
-    assert tried == [model[0], model[1], model[10]]
+    model = nn.Sequential(nn.LayerNorm(C), nn.GELU(), nn.LayerNorm(C), nn.LayerNorm(C, eps=0.1))
+    sites = find_norms(perturbed(model), torch.randn(2, C))
+    assert tried == [model[0], model[1], model[3]]
+    assert [site.eps for site in sites] == [1e-5, 1e-5, 0.1]
+    for norm, site in zip((model[0], model[2], model[3]), sites, strict=True):
+        assert torch.equal(affine_of(norm, site)[0], norm.weight)  # type: ignore[arg-type]
 
 
-def test_eps_of_home_made_norms() -> None:
-    hidden = Norm(lambda self, x: rms(x, eps=3e-4))
-    assert only_of(hidden, torch.randn(2, C)).eps == 3e-4
-    named = Norm(lambda self, x: rms(x, eps=self.variance_epsilon))
-    named.variance_epsilon = 1.2345e-6
-    assert only_of(named, torch.randn(2, C)).eps == 1.2345e-6
-    none = Norm(lambda self, x: rms(x, eps=0.0))
-    assert only_of(none, torch.randn(2, C)).eps == 0.0
+@pytest.mark.parametrize("eps", [3e-4, 1.2345e-6, 0.0])
+def test_eps_of_home_made_norms(eps: float) -> None:
+    norm = Norm(lambda self, x: rms(x, eps=self.variance_epsilon))
+    norm.variance_epsilon = eps
+    assert only_of(norm, torch.randn(2, C)).eps == eps
+
+
+# The dtype of the output
+
+
+def like_llama(self: Norm, x: Tensor) -> Tensor:
+    return self.w * rms(x.float()).to(x.dtype)
+
+
+def like_gemma(self: Norm, x: Tensor) -> Tensor:
+    return (rms(x.float()) * (1 + self.w.float())).type_as(x)
+
+
+def like_t5(self: Norm, x: Tensor) -> Tensor:
+    return self.w * rms(x.float()).to(self.w.dtype)
+
+
+def always_wide(self: Norm, x: Tensor) -> Tensor:
+    return rms(x.float()) * self.w.float()
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "stored", "promote"),
+    [
+        (like_llama, torch.float32, torch.float32, True),
+        (like_llama, torch.bfloat16, torch.bfloat16, True),
+        (like_llama, torch.bfloat16, torch.float32, True),
+        (like_llama, torch.float32, torch.bfloat16, True),
+        (like_gemma, torch.float32, torch.float32, False),
+        (like_gemma, torch.bfloat16, torch.float32, False),
+        # T5's differs from Llama's only where the input is wider than the weight.
+        (like_t5, torch.float32, torch.float32, True),
+        (like_t5, torch.bfloat16, torch.bfloat16, True),
+        (like_t5, torch.float32, torch.bfloat16, None),
+        (always_wide, torch.float32, torch.float32, None),
+        (always_wide, torch.bfloat16, torch.bfloat16, None),
+    ],
+)
+def test_the_dtype_of_the_output(
+    function: Any, given: torch.dtype, stored: torch.dtype, promote: bool | None
+) -> None:
+    site = only_of(Norm(function, w=torch.rand(C) + 0.5).to(stored), torch.randn(4, C).to(given))
+    if promote is None:
+        assert str(site.refused).startswith("another dtype")
+    else:
+        assert (site.refused, site.promote) == (None, promote)
 
 
 # Refused norms, with the reason
 
 
 class TimesGate(nn.RMSNorm):
-    """Gated."""
-
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         y = super().forward(x)
         return y if gate is None else y * F.silu(gate)
 
 
 class AdaLayerNorm(nn.Module):
-    """Adaptive, all by itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(C, 2 * C)
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        scale, shift = self.linear(condition).chunk(2, -1)
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        scale, shift = self.linear(gate).chunk(2, -1)
         return F.layer_norm(x, (C,)) * (1 + scale) + shift
 
 
-class GroupedRMSNorm(nn.Module):
-    """RMSNorm of each quarter of the channels."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms(x.unflatten(-1, (4, -1))).flatten(-2)
-
-
-class HeadNorm(nn.Module):
-    """One weight a head, as in Cohere's and Chameleon's attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, C))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms(x) * self.weight
-
-
-class TokenNorm(nn.Module):
-    """Standardizes each channel over the tokens of a sequence."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return standardize(x, 1)
-
-
-class HandmadeBatchNorm(nn.Module):
+class HandmadeBatchNorm(Norm):
     """Statistics of the batch, one scale a channel."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(C))
+
+class CountingNorm(nn.LayerNorm):
+    """Twice its values in the first call."""
+
+    factor = 2
 
     def forward(self, x: Tensor) -> Tensor:
-        return standardize(x, 0) * self.weight
+        factor, CountingNorm.factor = CountingNorm.factor, 1
+        return factor * super().forward(x)
 
 
-class ConstantNorm(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ones_like(x)
+def fails_on_others(self: Norm, x: Tensor) -> Tensor:
+    if not torch.equal(x, torch.ones_like(x)):
+        raise RuntimeError("only ones")
+    return x / 1
 
 
-class DropNorm(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(rms(x), training=self.training)
-
-
-class ScaledInputNorm(nn.Module):
-    """Looks like an RMSNorm as long as its weight is zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(C))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms(x * (1 + self.weight))
-
-
-TOKENS, HEADS, IMAGE = (2, 5, C), (2, 3, 4, C), (2, C, 4, 4)
+ONES = torch.ones(C)
 
 
 @pytest.mark.parametrize(
     ("norm", "shape", "reason"),
     [
         (nn.BatchNorm1d(C), (6, C), "batch norm"),
-        (nn.BatchNorm2d(C), IMAGE, "batch norm"),
         (nn.BatchNorm1d(C).eval(), (6, C), "batch norm"),
-        (HandmadeBatchNorm(), (6, C), "batch norm"),
+        (HandmadeBatchNorm(lambda s, x: standardize(x, 0) * s.w, w=ONES), (6, C), "batch norm"),
         (nn.GroupNorm(4, C), IMAGE, "group norm"),
         (nn.GroupNorm(1, C), (6, C), "group norm"),
-        (nn.InstanceNorm2d(C), IMAGE, "instance norm"),
         (nn.InstanceNorm1d(C, affine=True), (2, C, 5), "instance norm"),
         (nn.LocalResponseNorm(2), IMAGE, "local response norm"),
-        (GroupedRMSNorm(), TOKENS, "groups: it normalizes groups of 4 channels"),
-        (HeadNorm(), HEADS, "scale by position"),
-        (TokenNorm(), TOKENS, "unmarked axis"),
-        (ConstantNorm(), TOKENS, "constant"),
-        (DropNorm(), TOKENS, "random"),
-        (ScaledInputNorm(), TOKENS, "neither LayerNorm nor RMSNorm"),
+        (nn.LayerNorm((4, C)), (3, 4, C), "several axes: it normalizes (4, 16) together"),
+        (nn.LayerNorm((4, C), elementwise_affine=False), (3, 4, C), "several axes"),
+        (
+            Norm(lambda s, x: rms(x.unflatten(-1, (4, -1))).flatten(-2)),
+            TOKENS,
+            "groups: it normalizes groups of 4 channels",
+        ),
+        # As in Cohere's and Chameleon's attention.
+        (Norm(lambda s, x: rms(x) * s.w, w=torch.rand(4, C)), HEADS, "scale by position"),
+        (Norm(lambda s, x: standardize(x, 1)), TOKENS, "unmarked axis"),
+        (Norm(lambda s, x: torch.ones_like(x)), TOKENS, "constant"),
+        (Norm(lambda s, x: F.dropout(rms(x))), TOKENS, "random"),
+        (Norm(lambda s, x: rms(x * (1 + s.w)), w=0 * ONES), TOKENS, "neither LayerNorm"),
+        (Norm(fails_on_others), None, "cannot be probed: RuntimeError: only ones"),
+        (CountingNorm(C), TOKENS, "differs in the run"),
+        (nn.LayerNorm(1), (3, 5, 1), "one channel"),
+        (nn.RMSNorm(1, eps=1e-6), (3, 1), "one channel"),
+        (Norm(lambda s, x: rms(x) * s.w, w=torch.ones(1)), (3, 5, 1), "one channel"),
+        (nn.LayerNorm(2), (3, 5, 2), "two channels: LayerNorm makes them 1 and -1"),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
 )
-def test_other_norms_are_refused(norm: nn.Module, shape: tuple[int, ...], reason: str) -> None:
-    model = nn.Sequential(norm)
-    site = only(model, torch.randn(shape))
-    assert site.refused is not None
-    assert site.refused.startswith(reason)
-    assert (site.kind, site.path, site.class_name, site.calls) == (
-        "",
-        "0",
-        type(norm).__qualname__,
-        1,
-    )
+def test_other_norms_are_refused(
+    norm: nn.Module, shape: tuple[int, ...] | None, reason: str
+) -> None:
+    x = torch.ones(2, C) if shape is None else torch.randn(shape)
+    site = only_of(norm, x)
+    assert str(site.refused).startswith(reason)
+    assert (site.kind, site.path, site.class_name) == ("", "0", type(norm).__qualname__)
     with pytest.raises(ModelError, match="was refused"):
         affine_of(norm, site)
 
 
-def test_gated_and_adaptive_norms_are_refused() -> None:
-    x = torch.randn(2, C)
-    for norm in (TimesGate(C, eps=1e-6), AdaLayerNorm()):
-        for call in (
-            lambda self, x: self.norm(x, x),
-            lambda self, x: self.norm(x, **{self.name: x}),
-        ):
-            model = Wrap(call, norm=norm)
-            model.name = "gate" if isinstance(norm, TimesGate) else "condition"
-            assert only(model, x).refused == "takes another tensor along: gated or adaptive"
+GATED = "takes another tensor along: gated or adaptive"
 
 
-def test_a_gated_norm_that_gets_no_gate_is_a_norm() -> None:
-    assert only_of(TimesGate(C, eps=1e-6), torch.randn(2, C)).kind == "rmsnorm"
-
-
-def test_an_adaptive_norm_around_a_plain_one() -> None:
-    adaptive = AdaLayerNorm()
-    adaptive.norm = nn.LayerNorm(C, elementwise_affine=False)
-    adaptive.forward = lambda x, c: adaptive.norm(x) * (1 + adaptive.linear(c)[:, :C])  # type: ignore[method-assign]
-    inner, outer = find_norms(Wrap(lambda self, x: self.ada(x, x), ada=adaptive), torch.randn(2, C))
-    assert (inner.path, inner.refused) == ("ada.norm", None)
-    assert outer.path == "ada"
-    assert outer.refused is not None
-    assert "gated or adaptive; the norm inside is at 'ada.norm'" in outer.refused
+@pytest.mark.parametrize(
+    ("norm", "call", "reason"),
+    [
+        (TimesGate(C), lambda s, x: s.norm(x, x), GATED),
+        (TimesGate(C), lambda s, x: s.norm(x, gate=x), GATED),
+        (AdaLayerNorm(), lambda s, x: s.norm(x, x), GATED),
+        (TimesGate(C), lambda s, x: s.norm(x), "None"),
+        (TimesGate(C), lambda s, x: s.norm(x, None) + x, "other arguments"),
+        (nn.LayerNorm(C), lambda s, x: s.norm(input=x) + x, "other arguments"),
+        (Norm(lambda s, x: rms(x)), lambda s, x: s.norm(s.norm(x)[:, :4]), "several widths"),
+    ],
+)
+def test_calls_that_a_pointwise_layer_could_not_take(norm: Any, call: Any, reason: str) -> None:
+    assert str(only(Wrap(call, norm=norm), torch.randn(2, C)).refused).startswith(reason)
 
 
 def test_a_residual_before_the_norm_is_no_gate() -> None:
-    class AddNorm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(C)
-
-        def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-            return self.norm(x + residual)
-
-    assert (
-        only(Wrap(lambda self, x: self.part(x, x), part=AddNorm()), torch.randn(2, C)).path
-        == "part.norm"
-    )
+    part = Wrap(lambda self, x, residual: self.norm(x + residual), norm=nn.LayerNorm(C))
+    model = Wrap(lambda self, x: self.part(x, x), part=part)
+    assert only(model, torch.randn(2, C)).path == "part.norm"
 
 
-def test_calls_that_a_pointwise_layer_could_not_take() -> None:
-    x = torch.randn(2, C)
-    keyword = only(Wrap(lambda self, x: self.norm(input=x) + x, norm=nn.LayerNorm(C)), x)
-    assert keyword.refused is not None
-    assert keyword.refused.startswith("other arguments")
-    none = only(Wrap(lambda self, x: self.norm(x, None) + x, norm=TimesGate(C)), x)
-    assert none.refused is not None
-    assert none.refused.startswith("other arguments")
-
-
-def test_calls_of_several_widths() -> None:
-    norm = nn.RMSNorm(C, eps=1e-6)
-    norm.forward = rms  # type: ignore[method-assign]
-
-    class Weightless(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return rms(x)
-
-    model = Wrap(lambda self, x: self.norm(self.norm(x)[:, :4]), norm=Weightless())
-    assert find_norms(model, torch.randn(2, C)) == []
-    Weightless.__name__ = "WeightlessNorm"
-    refused = only(model, torch.randn(2, C)).refused
-    assert refused is not None
-    assert refused.startswith("several widths")
-
-
-def test_never_called() -> None:
-    parts = nn.ModuleDict(
-        {
-            "unused": nn.LayerNorm(C),
-            "wrapped": nn.Sequential(nn.RMSNorm(C)),
-            "used": nn.LayerNorm(C),
-        }
-    )
-    sites = find_norms(Wrap(lambda self, x: self.parts["used"](x), parts=parts), torch.randn(2, C))
-    assert [site.path for site in sites] == ["parts.used", "parts.unused", "parts.wrapped.0"]
-    assert [site.calls for site in sites] == [1, 0, 0]
-    assert all(
-        str(site.refused).startswith("never called by the example input") for site in sites[1:]
-    )
-
-
-LOOK_ALIKES = {
+LOOK_ALIKES: dict[str, nn.Module] = {
     "identity": nn.Identity(),
     "tanh": nn.Tanh(),
-    "scaled tanh": Norm(
-        lambda self, x: torch.tanh(self.a * x) * self.w, a=torch.ones(1), w=torch.ones(C)
-    ),
     "dyisru": Norm(lambda self, x: math.sqrt(C) * x / (C + x * x).sqrt()),
     "sign": Norm(lambda self, x: x.sign()),
     "softmax": nn.Softmax(-1),
     "relu in place": nn.ReLU(inplace=True),
-    "gelu": nn.GELU(),
     "dropout": nn.Dropout(0.5),
-    "scale": Norm(lambda self, x: x * self.w, w=torch.ones(C)),
+    "scale": Norm(lambda self, x: x * self.w, w=ONES),
     "linear without bias": nn.Linear(C, C, bias=False),
     "depthwise": nn.Conv1d(5, 5, 1, groups=5),
     "largest entry": Norm(lambda self, x: x / x.abs().amax(-1, keepdim=True)),
     "l1": Norm(lambda self, x: F.normalize(x, p=1, dim=-1)),
     "deviation only": Norm(lambda self, x: x / x.std(-1, keepdim=True)),
-    "part of the channels": Norm(
-        lambda self, x: x * x[..., :4].pow(2).mean(-1, keepdim=True).rsqrt()
-    ),
+    "part of the channels": Norm(lambda self, x: x * rms(x[..., :4]).norm(dim=-1, keepdim=True)),
     "ranks": Norm(lambda self, x: x.argsort(-1).argsort(-1).to(x.dtype)),
     "norm and residual": Norm(lambda self, x: x + rms(x)),
     "norm and activation": Norm(lambda self, x: rms(x).relu()),
     "squared norm": Norm(lambda self, x: x / x.pow(2).mean(-1, keepdim=True)),
     "centring": Norm(lambda self, x: x - x.mean(-1, keepdim=True)),
-    "over tokens": Norm(lambda self, x: standardize(x, 1)),
-    "over tokens, scaled by channel": Norm(
-        lambda self, x: standardize(x, 1) * self.w, w=torch.ones(C)
-    ),
+    "over tokens, scaled by channel": Norm(lambda self, x: standardize(x, 1) * self.w, w=ONES),
     "over the batch": Norm(lambda self, x: standardize(x, 0)),
     "over everything": Norm(lambda self, x: F.layer_norm(x, x.shape)),
     "weight by position": Norm(lambda self, x: rms(x) * self.w, w=torch.rand(5, C)),
@@ -658,105 +484,10 @@ LOOK_ALIKES = {
 
 
 @pytest.mark.parametrize("name", LOOK_ALIKES)
-@pytest.mark.parametrize("train", [True, False])
-def test_look_alikes_are_not_found(name: str, train: bool) -> None:
-    model = nn.Sequential(LOOK_ALIKES[name]).train(train)
-    assert [site for site in find_norms(model, torch.randn(2, 5, C)) if site.refused is None] == []
-
-
-def test_norms_whose_copies_raise_are_refused() -> None:
-    class FixedNorm(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if not torch.equal(x, torch.ones_like(x)):
-                raise RuntimeError("only ones")
-            return x / 1
-
-    site = only_of(FixedNorm(), torch.ones(2, C))
-    assert site.refused == "cannot be probed: RuntimeError: only ones"
-
-
-def test_a_norm_that_computes_something_else_differs_in_the_run() -> None:
-    class CountingNorm(nn.LayerNorm):
-        called = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            factor = 1 if CountingNorm.called else 2
-            CountingNorm.called = True
-            return factor * super().forward(x)
-
-    refused = only_of(CountingNorm(C), torch.randn(2, C)).refused
-    assert refused is not None
-    assert refused.startswith("differs in the run")
-
-
-def liger_forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
-    return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-
-
-def test_a_norm_whose_instance_got_another_forward_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(C, C), nn.RMSNorm(C, eps=1e-6))
-    model[1].forward = types.MethodType(liger_forward, model[1])
-    x = torch.randn(3, C)
-    site = only(model, x)
-    assert site.path == "1"
-    assert "undo the patch, or convert first" in str(site.refused)
-    with pytest.raises(ModelError, match=r"undo.*convert"):
-        dynorm.convert_(model, [site])
-    # Undone.
-    del model[1].forward
-    assert only(model, x).refused is None
-
-
-def test_a_hook_of_accelerate_is_no_other_forward() -> None:
-    hooks = pytest.importorskip("accelerate.hooks")
-    model = nn.Sequential(nn.Linear(C, C), nn.RMSNorm(C, eps=1e-6))
-    x = torch.randn(3, C)
-    hooks.add_hook_to_module(model[1], hooks.ModelHook())
-    site = only(model, x)
-    assert site.refused is None
-    with pytest.raises(ModelError, match="remove_hook_from_submodules"):
-        dynorm.convert_(model, [site])
-    # The advice helps.
-    hooks.remove_hook_from_submodules(model)
-    assert len(dynorm.convert_(model, [site]).converted) == 1
-
-
-def test_a_hook_of_accelerate_over_another_forward() -> None:
-    hooks = pytest.importorskip("accelerate.hooks")
-    model = nn.Sequential(nn.Linear(C, C), nn.RMSNorm(C, eps=1e-6))
-    model[1].forward = types.MethodType(liger_forward, model[1])
-    hooks.add_hook_to_module(model[1], hooks.ModelHook())
-    assert "undo the patch" in str(only(model, torch.randn(3, C)).refused)
-
-
-def test_layers_of_dynorm_are_left_out() -> None:
-    class Converted(nn.LayerNorm):
-        _dynorm_layer = True
-
-    outer = nn.Sequential(nn.Sequential(Converted(C)), nn.RMSNorm(C, eps=1e-6))
-    assert only(outer, torch.randn(2, C)).path == "1"
-
-
-CONSTANT = "one channel: its output does not depend on the input"
-SIGN = "one channel: its output keeps only the sign of the input"
-
-
-@pytest.mark.parametrize(
-    ("norm", "reason"),
-    [
-        (nn.LayerNorm(1), CONSTANT),
-        (nn.RMSNorm(1, eps=1e-6), SIGN),
-        (Norm(lambda self, x: rms(x) * self.w, w=torch.ones(1)), SIGN),
-        (nn.LayerNorm(2), "two channels: LayerNorm makes them 1 and -1"),
-    ],
-)
-@pytest.mark.parametrize("positions", [(), (5,)])
-def test_a_norm_of_too_few_channels_says_so(
-    norm: nn.Module, reason: str, positions: tuple[int, ...]
-) -> None:
-    channels = 2 if reason.startswith("two") else 1
-    model = nn.Sequential(nn.Linear(C, channels), norm)
-    assert str(only(model, torch.randn(3, *positions, C)).refused).startswith(reason)
+def test_look_alikes_are_not_found(name: str) -> None:
+    for train in (True, False):
+        sites = find_norms(nn.Sequential(LOOK_ALIKES[name]).train(train), torch.randn(2, 5, C))
+        assert all(site.refused is not None for site in sites)
 
 
 def float_in_place(self: Norm, x: Tensor) -> Tensor:
@@ -774,38 +505,24 @@ def returns_its_input(self: Norm, x: Tensor) -> Tensor:
     return x.mul_(x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt())
 
 
-def view_of_its_input(self: Norm, x: Tensor) -> Tensor:
-    return returns_its_input(self, x).view_as(x)
-
-
-def into_its_input(self: Norm, x: Tensor) -> Tensor:
-    return torch.mul(x, x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt(), out=x)
-
-
 def after_the_norm(self: Norm, x: Tensor) -> Tensor:
     y = rms(x) * self.w
     x.zero_()
     return y
 
 
-class InPlaceNorm(Norm):
-    """Named a norm."""
+def second_time(self: Norm, x: Tensor) -> Tensor:
+    if x.shape[0] == 3:
+        x.mul_(2)
+    return rms(x) * self.w
 
 
 @pytest.mark.parametrize(
-    "function",
-    [
-        float_in_place,
-        unnoticed,
-        returns_its_input,
-        view_of_its_input,
-        into_its_input,
-        after_the_norm,
-    ],
+    "function", [float_in_place, unnoticed, returns_its_input, after_the_norm, second_time]
 )
 def test_a_norm_that_modifies_its_input_is_refused(function: Any) -> None:
-    norm = InPlaceNorm(function, w=torch.rand(C) + 0.5)
-    model = Wrap(lambda self, x: x + self.norm(x), norm=norm)
+    norm = Norm(function, w=torch.rand(C) + 0.5)
+    model = Wrap(lambda self, x: self.norm(x[:2].clone()).sum() + self.norm(x), norm=norm)
     x = torch.randn(3, C)
     before = x.clone()
     assert str(only(model, x).refused).startswith("modifies its input in place")
@@ -813,281 +530,184 @@ def test_a_norm_that_modifies_its_input_is_refused(function: Any) -> None:
     assert torch.equal(x, before)
 
 
-def test_a_copy_in_another_dtype_may_be_modified() -> None:
-    norm = InPlaceNorm(float_in_place, w=torch.rand(C) + 0.5)
-    model = Wrap(lambda self, x: x + self.norm(x), norm=norm).bfloat16()
-    x = torch.randn(3, C, dtype=torch.bfloat16)
-    before = x.clone()
-    site = only(model, x)
+def test_a_copy_in_another_dtype_and_a_buffer_may_be_modified() -> None:
+    norm = Norm(float_in_place, w=torch.rand(C) + 0.5).bfloat16()
+    site = only_of(norm, torch.randn(3, C, dtype=torch.bfloat16))
     assert (site.refused, site.kind, site.weight_name) == (None, "rmsnorm", "w")
-    assert torch.equal(x, before)
+
+    def into_a_buffer(self: Any, x: Tensor) -> Tensor:
+        if self.kept.shape != x.shape or self.kept.dtype != x.dtype:
+            self.kept = torch.empty_like(x)
+        return torch.mul(x, (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(), out=self.kept)
+
+    norm = Norm(into_a_buffer)
+    norm.kept = torch.empty(0)
+    assert only_of(norm, torch.randn(3, C)).refused is None
 
 
-def test_a_later_call_that_modifies_its_input_counts() -> None:
-    def second_time(self: Norm, x: Tensor) -> Tensor:
-        if x.shape[0] == 3:
-            x.mul_(2)
-        return rms(x) * self.w
-
-    norm = InPlaceNorm(second_time, w=torch.rand(C) + 0.5)
-    model = Wrap(lambda self, x: self.norm(x[:2]).sum() + self.norm(x), norm=norm)
-    assert str(only(model, torch.randn(3, C)).refused).startswith("modifies its input in place")
+def liger_forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
+    return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
-def test_a_norm_that_returns_one_buffer_is_a_norm() -> None:
-    class BufferNorm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept = torch.empty(0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.kept.shape != x.shape or self.kept.dtype != x.dtype:
-                self.kept = torch.empty_like(x)
-            return torch.mul(x, (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt(), out=self.kept)
-
-    site = only_of(BufferNorm(), torch.randn(3, C))
-    assert (site.refused, site.kind) == (None, "rmsnorm")
+def test_a_norm_whose_instance_got_another_forward_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(C, C), nn.Sequential(nn.RMSNorm(C, eps=1e-6)))
+    norm, x = model[1][0], torch.randn(3, C)
+    norm.forward = types.MethodType(liger_forward, norm)
+    site = only(model, x)
+    assert site.path == "1.0"
+    assert "undo the patch, or convert first" in str(site.refused)
+    with pytest.raises(ModelError, match=r"undo.*convert"):
+        dynorm.convert_(model, [site])
+    del norm.forward
+    assert only(model, x).refused is None
 
 
-def shifted(self: Wrap, x: Tensor) -> Tensor:
-    return self.norm(x.mul_(2).add_(1))
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_hook_of_accelerate_is_no_other_forward(patched: bool) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, x = nn.Sequential(nn.Linear(C, C), nn.RMSNorm(C, eps=1e-6)), torch.randn(3, C)
+    if patched:
+        model[1].forward = types.MethodType(liger_forward, model[1])
+    hooks.add_hook_to_module(model[1], hooks.ModelHook())
+    site = only(model, x)
+    if patched:
+        assert "undo the patch" in str(site.refused)
+        return
+    with pytest.raises(ModelError, match="remove_hook_from_submodules"):
+        dynorm.convert_(model, [site])
+    # The advice helps.
+    hooks.remove_hook_from_submodules(model)
+    assert len(dynorm.convert_(model, [site]).converted) == 1
 
 
-def looked_up(self: Wrap, ids: Tensor) -> Tensor:
-    return self.norm(self.table(ids.clamp_(max=2)))
+class Hiding(nn.Module):
+    """Calls a norm by its path, by another reference, or by both."""
+
+    def __init__(self, hide: Callable[[nn.Module], Any], call: Callable[[Any, Tensor], Tensor]):
+        super().__init__()
+        self.linear, self.good, self.norm = nn.Linear(C, C), nn.LayerNorm(C), nn.LayerNorm(C)
+        self.hidden = hide(self.norm)
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, self.good(self.linear(x)))
 
 
 @pytest.mark.parametrize(
-    ("function", "value"),
-    [(shifted, torch.arange(3.0 * C).view(3, C)), (looked_up, torch.arange(5))],
+    ("hide", "call"),
+    [
+        (lambda norm: [norm], lambda s, x: s.hidden[0](x)),
+        (lambda norm: (norm,), lambda s, x: s.norm(s.hidden[0](x))),
+        (lambda norm: {"norm": norm}, lambda s, x: s.hidden["norm"](x)),
+        (lambda norm: lambda x: norm(x), lambda s, x: s.hidden(x)),
+        (lambda norm: functools.partial(norm), lambda s, x: s.hidden(x)),
+        (lambda norm: types.SimpleNamespace(norm=norm), lambda s, x: s.hidden.norm(x)),
+        (lambda norm: norm.__call__, lambda s, x: s.hidden(x)),
+    ],
+    ids=["list", "tuple and path", "dict", "lambda", "partial", "helper", "method"],
 )
-@pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "keyword", "user dict"])
-def test_a_model_may_modify_its_input_but_not_the_example(
-    function: Any, value: Tensor, form: str
-) -> None:
-    model = Wrap(lambda self, x: function(self, x), norm=nn.LayerNorm(C), table=nn.Embedding(5, C))
-    x = value.clone()
-    if form == "keyword":
-        sites = find_norms(model, x=x)
-    else:
-        forms: dict[str, Any] = {
-            "tensor": x,
-            "tuple": (x,),
-            "dict": {"x": x},
-            "user dict": UserDict(x=x),
-        }
-        model.forward = functools.partial(_unpacked, function, model)  # type: ignore[method-assign]
-        sites = find_norms(model, forms[form])
-    assert [site.refused for site in sites] == [None]
-    assert torch.equal(x, value)
+def test_a_norm_called_by_another_reference_is_refused(hide: Any, call: Any) -> None:
+    model = Hiding(hide, call)
+    norm, x = model.norm, torch.randn(4, C)
+    by_path = {site.path: site for site in find_norms(model, x)}
+    assert "the model calls this norm by another reference" in str(by_path["norm"].refused)
+    assert by_path["good"].refused is None
+    assert model.norm is norm
+    assert dynorm.convert_(model, list(by_path.values())).refused == [by_path["norm"]]
+    with pytest.raises(ModelError, match="norm: the model calls this norm by another reference"):
+        dynorm.convert_(Hiding(hide, call), [by_path["norm"]])
 
 
-def _unpacked(function: Any, model: Wrap, x: Tensor) -> Tensor:
-    return function(model, x)  # type: ignore[no-any-return]
+def test_a_reference_that_is_not_called_does_no_harm() -> None:
+    model = Hiding(lambda norm: [norm], lambda self, x: self.norm(x))
+    assert [site.refused for site in find_norms(model, torch.randn(4, C))] == [None, None]
 
 
-class Experts(nn.Module):
-    """Each expert has a norm; a token goes to the expert of its number."""
-
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(C, eps=1e-6) for _ in range(experts))
-        self.shared = nn.RMSNorm(C, eps=1e-6)
-
-    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
-        for number, norm in enumerate(self.norms):
-            out[expert == number] = norm(x[expert == number])
-        # With rows, and then with none.
-        return self.shared(out) + self.shared(out[:0]).sum()
+def test_layers_and_parametrizations_are_left_out() -> None:
+    linear = nn.Linear(C, C)
+    parametrize.register_parametrization(linear, "weight", Norm(lambda self, x: unit(x)))
+    model = nn.Sequential(linear, nn.Sequential(dynorm.DyISRU(C)), nn.RMSNorm(C, eps=1e-6))
+    assert only(model, torch.randn(2, C)).path == "2"
 
 
 def test_experts_without_tokens() -> None:
-    sites = find_norms(Experts(3), torch.randn(4, C), torch.tensor([0, 0, 2, 2]))
-    by_path = {site.path: site for site in sites}
-    found = [site.path for site in sites if site.refused is None]
-    assert found == ["norms.0", "norms.2", "shared"]
-    assert str(by_path["norms.1"].refused).startswith("not reached")
+    def forward(self: Wrap, x: Tensor, expert: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number, norm in enumerate(self.norms):
+            out[expert == number] = norm(x[expert == number])
+        # First with no rows.
+        return self.shared(out[:0]).sum() + self.shared(out)
+
+    norms = nn.ModuleList(nn.RMSNorm(C, eps=1e-6) for _ in range(3))
+    model = Wrap(forward, norms=norms, shared=nn.RMSNorm(C, eps=1e-6))
+    sites = find_norms(model, torch.randn(4, C), torch.tensor([0, 0, 2, 2]))
+    assert [site.path for site in sites] == ["norms.0", "norms.2", "shared", "norms.1"]
     # A call without tokens does not count.
     assert [site.calls for site in sites] == [1, 1, 1, 0]
-
-
-def test_an_expert_that_gets_tokens_later_only() -> None:
-    norm = nn.RMSNorm(C, eps=1e-6)
-    model = Wrap(lambda self, x: self.norm(x[:0]).sum() + self.norm(x), norm=norm)
-    site = only(model, torch.randn(4, C))
-    assert (site.refused, site.input_shape, site.calls) == (None, (4, C), 1)
-
-
-def test_the_example_may_be_a_batch_as_other_functions_take() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(C)
-
-        def forward(self, a: Any, b: Any = None) -> Tensor:
-            return self.norm(a["x"] if isinstance(a, dict) else a + b)
-
-    model, x = Two(), torch.randn(2, C)
-    for batch in ({"a": x, "b": x}, (x, x), {"x": x}):
-        assert only(model, batch).path == "norm"
-
-
-def test_parametrizations_of_weights_are_left_out() -> None:
-    linear = nn.Linear(C, C)
-    parametrize.register_parametrization(
-        linear, "weight", Norm(lambda self, x: F.normalize(x, dim=-1))
-    )
-    assert only(nn.Sequential(linear, nn.RMSNorm(C, eps=1e-6)), torch.randn(2, C)).path == "1"
-
-
-def test_a_head_that_gives_the_length_one_is_refused_unless_it_is_named() -> None:
-    def build() -> nn.Sequential:
-        return nn.Sequential(
-            nn.LayerNorm(C), nn.Linear(C, C), Norm(lambda self, x: F.normalize(x, dim=-1))
-        )
-
-    model = build()
-    norm, head = find_norms(model, torch.randn(2, C))
-    assert norm.refused is None
-    assert "unit length" in str(head.refused)
-    done = dynorm.convert_(model, [norm, head])
-    assert [site.path for site in done.converted] == ["0"]
-    assert [site.path for site in done.refused] == ["2"]
-    assert [site.path for site in dynorm.convert_(build(), [norm, head], only="2").converted] == [
-        "2"
-    ]
-
-
-class Head(Norm):
-    """By its name no norm."""
-
-
-def unit(x: Tensor) -> Tensor:
-    return F.normalize(x, dim=-1)
+    assert sites[2].input_shape == (4, C)
+    assert str(sites[3].refused).startswith("not reached")
 
 
 @pytest.mark.parametrize(
     "head",
     [
+        Norm(lambda self, x: unit(x)),
         Norm(lambda self, x: unit(x - x.mean(-1, keepdim=True))),
         Head(lambda self, x: unit(x), logit_scale=torch.tensor(1.0)),
         Head(lambda self, x: unit(x) * self.scale, scale=torch.tensor(2.0)),
         Head(lambda self, x: unit(x) * 16.0),
     ],
-    ids=["centred", "unused parameter", "learned length", "constant length"],
+    ids=["plain", "centred", "unused parameter", "learned length", "constant length"],
 )
-def test_heads_that_give_each_token_one_length_are_refused(head: nn.Module) -> None:
+def test_heads_of_unit_length_are_refused_unless_they_are_named(head: nn.Module) -> None:
     model = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C), head)
     sites = find_norms(model, torch.randn(2, C))
     assert [bool(site.refused) for site in sites] == [False, True]
     # A glob that happens to match is no choice of this head.
-    assert [site.path for site in dynorm.convert_(model, sites, only="*").converted] == ["0"]
-    assert [
-        site.path for site in dynorm.convert_(model, sites[1:], only=iter(["2"])).converted
-    ] == ["2"]
+    assert [site.path for site in dynorm.convert_(model, sites, {"*": "dyt"}).converted] == ["0"]
+    assert [site.path for site in dynorm.convert_(model, sites[1:], {"2": "dyt"}).converted] == [
+        "2"
+    ]
 
 
 @pytest.mark.parametrize(
     "norm",
     [
         Norm(lambda self, x: unit(x) * self.g, g=torch.tensor(1.0)),
-        Norm(lambda self, x: unit(x) * self.weight, weight=torch.ones(C)),
+        Norm(lambda self, x: unit(x) * self.weight, weight=ONES),
         Head(lambda self, x: rms(x)),
         Head(lambda self, x: rms(x) * self.weight, weight=torch.full((C,), 0.5)),
     ],
-    ids=[
-        "ScaleNorm",
-        "a scale per channel",
-        "RMSNorm by another name",
-        "a constant scale per channel",
-    ],
+    ids=["ScaleNorm", "scale per channel", "RMSNorm by another name", "constant scale"],
 )
 def test_norms_of_one_length_are_norms(norm: nn.Module) -> None:
     assert only_of(norm, torch.randn(2, C)).refused is None
 
 
-class Functional(nn.Module):
-    """Has norms that no module stands for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.weight = nn.LayerNorm(C), nn.Parameter(torch.ones(C))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(F.layer_norm(self.norm(x), (C,), self.weight), (C,))
-
-
-def test_norms_called_as_functions_are_counted_and_named() -> None:
-    model = nn.Sequential(nn.Linear(C, C), Functional(), Functional())
-    model[2].forward = lambda x: x  # type: ignore[method-assign]
-    found = {site.path: site.refused for site in find_norms(model, torch.randn(2, C))}
-    assert found["1.norm"] is None
-    assert found["1"] == (
-        "calls F.layer_norm and F.rms_norm in its forward, 2 times in the run: write it as a "
-        "module to have it replaced"
-    )
-    assert "2" not in found
-    report = dynorm.convert_(model, find_norms(model, torch.randn(2, C)))
-    assert "1: Functional kept, calls F.layer_norm" in " ".join(str(report).split())
-    # The layers themselves may use torch's norms: an annealed one does.
-    dynorm.restore_(model)
-    dynorm.convert_(model, find_norms(model, torch.randn(2, C)), to="annealed", only="1.norm")
-    assert [site.path for site in find_norms(model, torch.randn(2, C)) if site.calls] == ["1"]
-
-
 @pytest.mark.parametrize(
     ("name", "function"),
     [
-        ("torch.layer_norm", lambda x: torch.layer_norm(x, (C,))),
-        (
-            "torch.native_layer_norm",
-            lambda x: torch.native_layer_norm(x, (C,), None, None, 1e-5)[0],
-        ),
-        ("torch.rms_norm", lambda x: torch.rms_norm(x, (C,))),
+        ("layer_norm", lambda x: torch.layer_norm(x, (C,))),
+        ("native_layer_norm", lambda x: torch.native_layer_norm(x, (C,), None, None, 1e-5)[0]),
+        ("layer_norm and rms_norm", lambda x: F.rms_norm(F.layer_norm(x, (C,)), (C,))),
     ],
 )
-def test_the_functions_of_torch_are_counted_too(
-    name: str, function: Callable[[Tensor], Tensor]
-) -> None:
-    model = Wrap(lambda self, x: function(self.linear(x)), linear=nn.Linear(C, C))
-    (site,) = find_norms(model, torch.randn(2, C))
-    assert str(site.refused).startswith(f"calls {name} in its forward, once in the run")
-    with pytest.raises(ModelError, match="the model: calls"):
-        dynorm.convert_(model, [site])
-
-
-def test_a_child_that_raises_does_not_take_its_parents_functions() -> None:
+def test_norms_called_as_functions_are_named(name: str, function: Any) -> None:
     def forward(self: Wrap, x: Tensor) -> Tensor:
+        # Its calls are not those of the child that raises.
         with contextlib.suppress(IndexError):
             self.child(x)
-        return F.layer_norm(self.linear(x), (C,))
+        return function(self.linear(x))
 
-    model = nn.Sequential(
-        Wrap(forward, child=Wrap(lambda self, x: x[:, C]), linear=nn.Linear(C, C))
+    child = Wrap(lambda self, x: x[:, C])
+    model = nn.Sequential(Wrap(forward, child=child, linear=nn.Linear(C, C)))
+    site = only(model, torch.randn(2, C))
+    assert (site.path, site.refused) == (
+        "0",
+        f"calls {name} as a function: write it as a module to have it replaced",
     )
-    (site,) = find_norms(model, torch.randn(2, C))
-    assert (site.path, str(site.refused)[:18]) == ("0", "calls F.layer_norm")
-
-
-def test_the_dtype_that_a_norm_returns_is_kept() -> None:
-    norm = Norm(lambda self, x: rms(x.float()) * self.w, w=torch.rand(C) + 0.5)
-    model, x = nn.Sequential(nn.Identity(), norm), torch.randn(64, C).bfloat16()
-    (site,) = find_norms(model, x)
-    assert site.output_dtype == "float32"
-    wanted = norm(x)
-    dynorm.convert_(model, [site])
-    assert model(x).dtype == torch.float32
-    dynorm.calibrate_(model, [x])
-    assert model(x).dtype == torch.float32
-    assert (model(x) - wanted).square().mean() < 0.2 * wanted.square().mean()
-    # Computed in float32, and not rounded to bfloat16 before it is returned.
-    assert not torch.equal(model(x), model(x).bfloat16().float())
-    again = type(model[1])(**model[1].config())
-    # Never narrower than float32, and as wide as the weight and the input.
-    assert str(again.output_dtype) == site.output_rule == "weight+float32"
-    with pytest.raises(ArgumentError, match=r"output_dtype.*int8"):
-        dynorm.DyISRU(C, output_dtype="int8")
+    with pytest.raises(ModelError, match="0: calls"):
+        dynorm.convert_(model, [site])
 
 
 def test_a_model_without_norms() -> None:
@@ -1123,25 +743,31 @@ def test_nothing_of_the_run_stays(fails: bool, train: bool) -> None:
     model.norm.eval()
     calls: list[int] = []
     model.norm.register_forward_hook(lambda *_: calls.append(1))
+    model(torch.randn(4, C)).sum().backward() if not fails else None
+    calls.clear()
     cache, running = model.cache, model.batch_norm.running_mean
+    grads = [parameter.grad for parameter in model.parameters()]
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modules = list(model.named_modules())
     modes = [module.training for module in model.modules()]
     hooks = [len(module._forward_hooks) for module in model.modules()]
+    x = torch.randn(4, C)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
 
     if fails:
         with pytest.raises(DataError, match="RuntimeError: on purpose") as caught:
-            find_norms(model, torch.randn(4, C, generator=torch.Generator().manual_seed(0)))
+            find_norms(model, x)
         assert isinstance(caught.value.__cause__, RuntimeError)
     else:
-        sites = find_norms(model, torch.randn(4, C, generator=torch.Generator().manual_seed(0)))
-        assert [site.refused is None for site in sites] == [False, True]
+        assert [site.refused is None for site in find_norms(model, x)] == [False, True]
 
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert np.random.get_state()[2] == before[2]
     assert model.cache is cache
     assert model.batch_norm.running_mean is running
+    assert list(model.named_modules()) == modules
+    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert [module.training for module in model.modules()] == modes
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
@@ -1151,39 +777,53 @@ def test_nothing_of_the_run_stays(fails: bool, train: bool) -> None:
     assert calls == [1]
 
 
-def test_gradients_and_parameters_are_left_alone() -> None:
-    model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C))
-    model(torch.randn(2, C)).sum().backward()
-    before = {name: (p.detach().clone(), p.grad) for name, p in model.named_parameters()}
-    find_norms(model, torch.randn(2, C))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, before[name][0])
-        assert parameter.grad is before[name][1]
-        assert parameter.requires_grad
+@pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "keyword", "user dict"])
+def test_a_model_may_modify_its_input_but_not_the_example(form: str) -> None:
+    class Shifting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.mul_(2).add_(1))
+
+    x = torch.arange(3.0 * C).view(3, C)
+    before = x.clone()
+    forms: dict[str, Any] = {"tensor": x, "tuple": (x,), "dict": {"x": x}, "user dict": UserDict(x=x)}
+    if form == "keyword":
+        sites = find_norms(Shifting(), x=x)
+    else:
+        sites = find_norms(Shifting(), forms[form])
+    assert [site.refused for site in sites] == [None]
+    assert torch.equal(x, before)
 
 
 # Bad input
 
 
-def test_models_that_must_be_unwrapped_first() -> None:
+def refused_models() -> dict[str, tuple[nn.Module, str]]:
     plain = nn.Sequential(nn.LayerNorm(C))
-    x = torch.randn(2, C)
-    with pytest.raises(ModelError, match=r"compiled.*model\._orig_mod"):
-        find_norms(torch.compile(plain, backend="eager"), x)
-    with pytest.raises(ModelError, match=r"part.*compiled"):
-        find_norms(nn.Sequential(torch.compile(nn.LayerNorm(C), backend="eager")), x)
-    with pytest.raises(ModelError, match=r"pass model\.module"):
-        find_norms(nn.DataParallel(plain), x)
     in_place = nn.LayerNorm(C)
     in_place.compile(backend="eager")
-    with pytest.raises(ModelError, match="compiled"):
-        find_norms(in_place, x)
+    offloaded = nn.Sequential(nn.LayerNorm(C, device="meta"))
+    offloaded[0]._hf_hook = object()
+    return {
+        "compiled": (torch.compile(plain, backend="eager"), r"compiled.*model\._orig_mod"),
+        "part": (nn.Sequential(torch.compile(nn.LayerNorm(C), backend="eager")), r"part.*compiled"),
+        "in place": (in_place, "compiled"),
+        "DataParallel": (nn.DataParallel(plain), r"pass model\.module"),
+        "meta": (nn.Sequential(nn.LayerNorm(C, device="meta")), r"0\.weight.*model\.to_empty"),
+        "offloaded": (offloaded, r"0\.weight.*accelerate has offloaded"),
+        "lazy": (nn.LazyLinear(C), "'weight' is lazy"),
+        "traced": (torch.jit.trace(nn.LayerNorm(C), torch.randn(2, C)), "ScriptModule"),
+    }
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_scripted_models() -> None:
-    with pytest.raises(ModelError, match="ScriptModule"):
-        find_norms(torch.jit.trace(nn.LayerNorm(C), torch.randn(2, C)), torch.randn(2, C))
+def test_models_that_are_not_plain() -> None:
+    for model, message in refused_models().values():
+        with pytest.raises(ModelError, match=message):
+            find_norms(model, torch.randn(2, C))
 
 
 def test_distributed_models(tmp_path: Any) -> None:
@@ -1201,13 +841,6 @@ def test_distributed_models(tmp_path: Any) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_tensors_without_values() -> None:
-    with pytest.raises(ModelError, match=r"0\.weight.*model\.to_empty"):
-        find_norms(nn.Sequential(nn.LayerNorm(C, device="meta")), torch.randn(2, C))
-    with pytest.raises(ModelError, match="'weight' is lazy"):
-        find_norms(nn.LazyLinear(C), torch.randn(2, C))
-
-
 def test_examples_that_do_not_fit() -> None:
     with pytest.raises(DataError, match=r"run.*example"):
         find_norms(nn.Linear(C, C), torch.randn(2, C + 1))
@@ -1218,57 +851,17 @@ def test_examples_that_do_not_fit() -> None:
 
 
 def test_affine_of_another_module() -> None:
-    model = nn.Sequential(nn.LayerNorm(C))
     with pytest.raises(ModelError, match="must hold 'weight'"):
-        affine_of(nn.Identity(), only(model, torch.randn(2, C)))
-    norm = Norm(lambda self, x: 2 * F.normalize(x, dim=-1))
+        affine_of(nn.Identity(), only_of(nn.LayerNorm(C), torch.randn(2, C)))
+    norm = Norm(lambda self, x: rms(x) * self.w.exp(), w=W)
     with pytest.raises(ModelError, match=r"norm.*found"):
         affine_of(nn.Identity(), only_of(norm, torch.randn(2, C)))
 
 
-def test_activations_that_are_not_finite_do_not_hide_a_norm() -> None:
-    assert only_of(nn.LayerNorm(C), torch.full((2, C), math.nan)).kind == "layernorm"
-
-
-# Choosing sites
-
-SITES = [
-    NormSite("layers.0.norm", aliases=("tied.norm",)),
-    NormSite("layers.1.norm"),
-    NormSite("head"),
-]
-
-
-@pytest.mark.parametrize(
-    ("choice", "paths"),
-    [
-        ({}, ["layers.0.norm", "layers.1.norm", "head"]),
-        ({"only": "layers.*"}, ["layers.0.norm", "layers.1.norm"]),
-        ({"only": ["head", "tied.*"]}, ["layers.0.norm", "head"]),
-        ({"skip": "*.norm"}, ["head"]),
-        ({"only": "layers.*", "skip": ["*.1.*"]}, ["layers.0.norm"]),
-        ({"only": []}, []),
-    ],
-)
-def test_select_sites(choice: dict[str, Any], paths: list[str]) -> None:
-    assert [site.path for site in select_sites(SITES, **choice)] == paths
-
-
-@pytest.mark.parametrize("choice", [{"only": "layer.*"}, {"skip": "layer.*"}])
-def test_a_glob_that_matches_nothing(choice: dict[str, str]) -> None:
-    with pytest.raises(ArgumentError, match=r"match.*layers\.0\.norm"):
-        select_sites(SITES, **choice)
-
-
-def test_sites_as_plain_values() -> None:
-    site = only_of(nn.LayerNorm((2, 3)), torch.randn(4, 2, 3))
-    plain = site.to_dict()
-    assert plain["dim"] == [-2, -1]
-    assert plain["normalized_shape"] == [2, 3]
-    assert plain["refused"] is None
-
-
-def test_a_site_gives_its_axes_as_a_tuple() -> None:
-    assert dynorm.site.NormSite("norm", dim=1).dims == (1,)
-    assert dynorm.site.NormSite("norm", dim=(-2, -1)).dims == (-2, -1)
-    assert "dims" not in dynorm.site.NormSite("norm").to_dict()
+def test_a_glob_matches_paths_and_aliases() -> None:
+    site = NormSite("layers.0.norm", aliases=("tied.norm",))
+    assert site.matches("layers.*")
+    assert site.matches("tied.norm")
+    assert not site.matches("layers")
+    with pytest.raises(ArgumentError, match=r"nearest.*layers\.0\.norm"):
+        require_matches([site, NormSite("head")], ["layer.*"])
