@@ -47,7 +47,6 @@ _ELSEWHERE = (
     "the model calls this norm by another reference than its path, such as a list, dict, function "
     "or helper object that also holds the module: call it by its path, self.norm(x)"
 )
-_ONE_CHANNEL = "one channel: a norm over it keeps no more of the input than its sign"
 
 _FUNCTIONS = {
     functional.layer_norm,
@@ -81,8 +80,6 @@ class Observation:
     # What stands at its paths during the run; None if that is the module itself.
     twin: nn.Module | None = None
     calls: int = 0
-    # How many more calls had an input without elements.
-    without_tokens: int = 0
     # Why its calls cannot be those of a norm.
     problem: str | None = None
     # Why it cannot be replaced even if it is a norm.
@@ -99,30 +96,14 @@ class Observation:
     # The norm functions that its own forward called.
     functions: set[str] = field(default_factory=set)
 
-    @property
-    def rounded(self) -> bool:
-        """Return whether something of the first call was of half precision."""
-        widths = {self.dtype.itemsize, self.output_dtype.itemsize}
-        return self.autocast or min(widths) < 4
-
     def is_light(self, shape: tuple[int, ...]) -> bool:
         """Return whether every parameter could be the scale or shift of a norm, not a matrix."""
-        for parameter in self.module.parameters():
-            if parameter.numel() <= max(shape):
-                continue
-            if parameter.ndim > len(shape):
-                return False
-            # A larger one must broadcast to the input.
-            last = shape[len(shape) - parameter.ndim :]
-            for size, length in zip(parameter.shape, last, strict=True):
-                if size not in (1, length):
-                    return False
-        return True
+        return all(p.numel() <= max(shape) for p in self.module.parameters())
 
     def input_of(self, args: tuple[object, ...]) -> _Input | None:
         """Return the input of a call that begins, if it may be that of a norm."""
         x = args[0] if args else None
-        if not _is_plain(x) or not self.is_light(tuple(x.shape)):
+        if not _is_plain(x) or not self.is_light(x.shape):
             return None
         return _Input(x.detach().clone(), writes_of(x))
 
@@ -136,7 +117,6 @@ class Observation:
         """Record one call; ``before`` is its input as it was when the call began."""
         # An expert that no token was sent to.
         if args and isinstance(args[0], Tensor) and args[0].numel() == 0:
-            self.without_tokens += 1
             return
         self.calls += 1
         self.problem = self.problem or _problem(args, kwargs, output)
@@ -442,10 +422,7 @@ class NormSearch:
             parts = [part for part in seen.module.modules() if part is not seen.module]
             if not covered.isdisjoint(parts):
                 continue
-            reason = "never called by the example input"
-            if seen.without_tokens:
-                reason = "not reached: the example sends it no tokens"
-            reason += "; give an example that reaches it, if anything does"
+            reason = "never called with tokens by the example; give one that reaches it, if any does"
             self._sites[seen.module] = _refused(seen, _family(seen.module) or reason)
 
     def _add_functions(self) -> None:
@@ -471,13 +448,15 @@ class NormSearch:
             raise NotANormError(reason)
         if seen.problem is not None:
             raise NotANormError(seen.problem)
-        shape = seen.shapes[0]
-        if not seen.is_light(shape):
-            raise NotANormError("holds matrices: its parameters are more than a scale and a shift")
-        if not seen.samples:
-            if candidate_axes(seen.module, shape):
-                raise NotANormError("returns its input: it computes nothing")
-            raise NotANormError(_ONE_CHANNEL)
+        declared = getattr(seen.module, "normalized_shape", ())
+        if isinstance(declared, (tuple, list)) and len(declared) > 1:
+            raise NotANormError(
+                f"several axes: it normalizes {tuple(declared)} together, a layer only one axis"
+            )
+        if not seen.is_light(seen.shapes[0]):
+            raise NotANormError("holds matrices, or a scale that differs between positions")
+        if not seen.samples and candidate_axes(seen.module, seen.shapes[0]):
+            raise NotANormError("returns its input: it computes nothing")
         # These refuse even a norm, and replace the reasons of the check but for a known family.
         obstacle = seen.obstacle
         if has_other_forward(seen.module):
@@ -494,12 +473,7 @@ class NormSearch:
 
     def _checked_site(self, seen: Observation) -> NormSite:
         """Return the site of a norm; NotANormError if the module is not one."""
-        try:
-            site = _placed(self._recover_once(seen), seen)
-        except NotANormError:
-            if seen.shapes[0][-1] == 1:
-                raise NotANormError(_ONE_CHANNEL) from None
-            raise
+        site = _placed(self._recover_once(seen), seen)
         if site.kind == "layernorm" and site.normalized_shape == (2,):
             raise NotANormError(
                 "two channels: LayerNorm makes them 1 and -1, only by the sign of their difference"
@@ -607,7 +581,9 @@ def _require_agreement(
         expected = expected + bias.cpu().double()
     error = float((y - expected).square().sum())
     size = float(expected.square().sum())
-    tolerance = HALF_TOLERANCE if seen.rounded else 1e-3
+    tolerance = 1e-3
+    if seen.autocast or min(seen.dtype.itemsize, seen.output_dtype.itemsize) < 4:
+        tolerance = HALF_TOLERANCE
     # NaN passes this comparison: activations that are not finite do not contradict the formula.
     if error > tolerance**2 * size:
         raise NotANormError(

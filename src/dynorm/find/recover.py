@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +98,15 @@ def recover(
             tried.append(function)
         except CannotProbeError as error:
             failure = error
-    raise NotANormError(_explain(tried) if tried else f"cannot be probed: {failure}")
+    if not tried:
+        raise NotANormError(f"cannot be probed: {failure}")
+    # Over the wrong axis every norm mixes tokens; over the right one, if there is any, it does not.
+    if all(map(_mixes_tokens, tried)):
+        raise NotANormError(_MIXES)
+    raise NotANormError(
+        "neither LayerNorm nor RMSNorm: it fits neither over any axis; it may normalize groups of "
+        "channels, or scale by position"
+    )
 
 
 def measured_affine(original: TokenFunction, kind: str) -> tuple[Tensor, Tensor]:
@@ -172,26 +181,22 @@ def _size(tensor: Tensor) -> float:
 
 
 def _closest(
-    function: TokenFunction, kinds: Sequence[str] = ("layernorm", "rmsnorm"), positions: int = 1
+    function: TokenFunction, kinds: Sequence[str] = ("layernorm", "rmsnorm")
 ) -> Formula:
-    """Return the formula closest to a function; its constants repeat after ``positions`` tokens.
+    """Return the formula closest to a function.
 
     A norm's core is odd: f(x) - f(-x) depends only on the weight, and f(x) + f(-x) only on the
     bias. The tokens are so large that eps has no effect, but their squares are finite in half
     precision.
     """
-    at_least = 16 if positions == 1 else 12 * function.count
     scale = 30.0 if function.is_half else 1e3
-    tokens = function.sample(scale, 2, at_least)
-    width = positions * function.channels
+    tokens = function.sample(scale, 2, at_least=16)
     odd, even = function.odd_and_even(tokens)
-    odd = odd.reshape(-1, width)
-    even = even.reshape(-1, width)
     size = _size(odd + even)
     formulas = []
     for kind in kinds:
         # Least squares, column by column: weight = <z, odd> / <z, z>.
-        z = core(tokens, kind).reshape(odd.shape)
+        z = core(tokens, kind)
         weight = (z * odd).sum(0) / z.square().sum(0).clamp_min(1e-30)
         bias = even.mean(0)
         error = 0.0
@@ -289,16 +294,15 @@ def _eps(original: TokenFunction, function: TokenFunction, formula: Formula) -> 
     eps = _shown_eps(in_its_dtype, formula) or _shown_eps(function, formula)
     # The likeliest first: a number of the module called eps, another number of the module, a
     # machine's eps, the plain decimal.
-    called_eps: list[float] = []
-    numbers: list[float] = []
+    named: list[tuple[str, Any]] = []
     for part in original.module.modules():
-        for name, value in part.__dict__.items():
-            if type(value) is float:
-                candidates = called_eps if "eps" in name else numbers
-                candidates.append(value)
-    machine = [torch.finfo(original.dtype).eps, torch.finfo(torch.float32).eps]
+        named += vars(part).items()
+    named.sort(key=lambda item: "eps" not in item[0])
+    likely = [value for _, value in named if type(value) is float]
+    likely += [torch.finfo(dtype).eps for dtype in (original.dtype, torch.float32)]
+    likely.append(float(f"{eps:.1e}"))
     allowed = 5e-2 if in_its_dtype.is_half else 1e-3
-    for value in [*called_eps, *numbers, *machine, float(f"{eps:.1e}")]:
+    for value in likely:
         if abs(value - eps) <= allowed * eps:
             return value
     return eps
@@ -340,41 +344,6 @@ def _mixes_tokens(function: TokenFunction) -> bool:
     before = function(tokens)[1:]
     after = function(changed)[1:]
     return not _size(after - before) <= _tolerance(function) * _size(before)
-
-
-def _explain(tried: list[TokenFunction]) -> str:
-    """Return why scale-invariant functions of a module are not norms over any of the axes tried."""
-    # Over the wrong axis every norm mixes tokens; over the right one, if there is any, it does not.
-    independent = [function for function in tried if not _mixes_tokens(function)]
-    if not independent:
-        return _several_axes(tried[0].module) or _MIXES
-    affected = []
-    for function in independent:
-        if function.axis != 0:
-            by_position = _closest(function, positions=function.count // function.shape[0])
-            if by_position.error <= _tolerance(function):
-                return (
-                    "scale by position: its weight differs between positions, not only between "
-                    "channels"
-                )
-        # How many outputs of a token change with its first channel.
-        tokens = function.sample(30.0, seed=5)
-        changed = tokens.clone()
-        changed[:, 0] += 100
-        difference = (function(changed) - function(tokens)).abs().amax(0)
-        affected.append(int((difference > 1e-4 * difference.max()).sum()))
-    most_channels = max(function.channels for function in independent)
-    if 1 < min(affected) < most_channels:
-        return f"groups: it normalizes groups of {min(affected)} channels"
-    return "neither LayerNorm nor RMSNorm: it fits neither over any axis"
-
-
-def _several_axes(module: nn.Module) -> str | None:
-    """Return the reason against a norm that declares a shape of several axes, or None."""
-    shape = getattr(module, "normalized_shape", ())
-    if isinstance(shape, (tuple, list)) and len(shape) > 1:
-        return f"several axes: it normalizes {tuple(shape)} together, a layer only one axis"
-    return None
 
 
 def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor | None]:
