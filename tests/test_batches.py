@@ -103,23 +103,22 @@ def test_masks_are_known_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dims", "expected"),
+    ("shape", "dim", "expected"),
     [
-        ((2, 3, 8), (-1,), [1, 1, 1, 1, 1, 0]),
-        ((2, 8, 3), (1,), [1, 1, 1, 1, 1, 0]),
-        ((3, 2, 8), (-1,), [1, 1, 1, 1, 1, 0]),
-        ((6, 8), (-1,), [1, 1, 1, 1, 1, 0]),
-        ((6, 2, 8), (-1,), [1] * 10 + [0] * 2),
-        ((2, 3, 4, 8), (-1,), [1] * 20 + [0] * 4),
-        ((2, 4, 3, 8), (-1,), [1] * 12 + [1, 1, 0] * 4),
-        ((2, 3, 4, 8), (-2, -1), [1, 1, 1, 1, 1, 0]),
-        ((2, 5, 8), (-1,), None),
-        ((2, 8), (-1,), None),
-        ((8,), (-1,), None),
+        ((2, 3, 8), -1, [1, 1, 1, 1, 1, 0]),
+        ((2, 8, 3), 1, [1, 1, 1, 1, 1, 0]),
+        ((3, 2, 8), -1, [1, 1, 1, 1, 1, 0]),
+        ((6, 8), -1, [1, 1, 1, 1, 1, 0]),
+        ((6, 2, 8), -1, [1] * 10 + [0] * 2),
+        ((2, 3, 4, 8), -1, [1] * 20 + [0] * 4),
+        ((2, 4, 3, 8), -1, [1] * 12 + [1, 1, 0] * 4),
+        ((2, 5, 8), -1, None),
+        ((2, 8), -1, None),
+        ((8,), -1, None),
     ],
 )
-def test_layouts(shape: tuple[int, ...], dims: tuple[int, ...], expected: list[int] | None) -> None:
-    valid = valid_tokens(torch.Size(shape), dims, [MASK.bool()])
+def test_layouts(shape: tuple[int, ...], dim: int, expected: list[int] | None) -> None:
+    valid = valid_tokens(torch.Size(shape), dim, [MASK.bool()])
     if expected is None:
         assert valid is None
     elif shape == (3, 2, 8):
@@ -131,20 +130,20 @@ def test_layouts(shape: tuple[int, ...], dims: tuple[int, ...], expected: list[i
 
 
 def test_no_mask_no_padding() -> None:
-    assert valid_tokens(torch.Size((2, 3, 8)), (-1,), []) is None
+    assert valid_tokens(torch.Size((2, 3, 8)), -1, []) is None
 
 
 def test_where_two_readings_fit_padding_is_left_out_by_either() -> None:
     """Three heads and three positions; an encoder's and a decoder's mask of one size; three texts of three tokens."""
     mask = MASK.bool()
-    valid = valid_tokens(torch.Size((2, 3, 3, 8)), (-1,), [mask])
+    valid = valid_tokens(torch.Size((2, 3, 3, 8)), -1, [mask])
     assert valid is not None
     assert torch.equal(valid.reshape(2, 3, 3), mask[:, :, None] & mask[:, None, :])
     other = torch.tensor([[True, False, True], [True, True, True]])
-    both = valid_tokens(torch.Size((2, 3, 8)), (-1,), [mask, other])
+    both = valid_tokens(torch.Size((2, 3, 8)), -1, [mask, other])
     assert both is not None
     assert torch.equal(both.reshape(2, 3), mask & other)
     square: Tensor = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1]]).bool()
-    valid = valid_tokens(torch.Size((3, 3, 8)), (-1,), [square])
+    valid = valid_tokens(torch.Size((3, 3, 8)), -1, [square])
     assert valid is not None
     assert torch.equal(valid.reshape(3, 3), square & square.t())

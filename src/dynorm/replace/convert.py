@@ -355,13 +355,9 @@ def _built(
     bound = channels
     if site.kind != "rmsnorm":
         bound = max(channels - 1, 1)
-    arguments: dict[str, Any] = {}
-    if site.promote:
-        arguments["promote"] = True
-    if site.weight_name is not None:
-        arguments["weight_offset"] = site.weight_offset
+    own: dict[str, Any] = {}
     if options.is_annealed:
-        arguments |= {"kind": site.kind, "norm_eps": site.eps}
+        own = {"kind": site.kind, "norm_eps": site.eps}
     layer = options.kind(
         channels,
         elementwise_affine=site.has_weight or site.has_bias,
@@ -371,9 +367,11 @@ def _built(
         witnesses=options.positions,
         scale=math.sqrt(bound),
         dim=site.dim,
+        promote=site.promote,
+        weight_offset=site.weight_offset if site.weight_name else 0.0,
         device=like.device,
         dtype=like.dtype,
-        **arguments,
+        **own,
     )
     _fill_(layer, norm, site, copies)
     most = min(options.most_witnesses, channels)

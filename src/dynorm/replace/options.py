@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from numbers import Integral
 from typing import Any
 
-from dynorm.arguments import MOST_CHOSEN as MOST_WITNESSES
+from dynorm.arguments import MOST_WITNESSES
 from dynorm.errors import ArgumentError
 from dynorm.family import layer_class
 from dynorm.layers import AnnealedNorm, PointwiseNorm
