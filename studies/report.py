@@ -1,159 +1,154 @@
-"""The pages of the study from its runs: ``python -m studies.report`` writes study.json, pictures and tables."""
+"""Write the study's summary, its table and its picture: ``python -m studies.report``."""
 
-from __future__ import annotations
-
+import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from statistics import fmean
+from typing import Any
 
-import typer
+from matplotlib.figure import Figure
 
-from dynorm.errors import DataError
-from dynorm.files import require_writable, write_bytes, write_text
-from studies.arms import SHOWN
-from studies.plan import LONG, LONGEST, PLAN, SIDE, SMALL, Part
-from studies.runs import ROOT, RUNS, dumps, read_all, read_log
-from studies.summary import summarize
-from studies.tables import (
-    NOT_YET,
-    answers,
-    checkpoints,
-    functions,
-    headline,
-    left,
-    on_the_way,
-    opening,
-    rates,
-    table,
-    titled,
+from studies.plan import GOOD, LLAMA, LONG, LONGEST, MEDIUM, PLAN, SMALL, Part, best, for_reporting
+from studies.settings import ARMS, Settings
+from studies.sweep import RESULTS, read_results
+from studies.train import Record
+
+ROOT = Path(__file__).parent.parent
+SUMMARY = RESULTS.with_name("study.json")
+PICTURE = ROOT / "docs" / "images" / "study-curves.png"
+# A comparison of the page: its name, the part, the arm, and the arm that it is compared with.
+HEADLINE = (
+    ("DyISRU against LayerNorm, 600 steps", SMALL, "dyisru", "layernorm"),
+    ("DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru", "layernorm"),
+    ("scaled DyT against LayerNorm, 600 steps", SMALL, "dyt", "layernorm"),
+    ("scaled DyT against LayerNorm, 3,000 steps", LONG, "dyt", "layernorm"),
+    ("scaled DyT against LayerNorm, 12,000 steps", LONGEST, "dyt", "layernorm"),
+    ("a straight line (control) against LayerNorm, 600 steps", SMALL, "linear", "layernorm"),
+    ("DyT as published against LayerNorm, 600 steps", SMALL, "dyt_published", "layernorm"),
+    ("DyISRU, 4 witnesses, against LayerNorm, 3,000 steps", LONG, "dyisru_witnesses", "layernorm"),
+    ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed", "layernorm"),
+    ("10 M parameters: scaled DyT against LayerNorm, 600 steps", MEDIUM, "dyt", "layernorm"),
+    ("Llama: DyISRU against RMSNorm, 600 steps", LLAMA, "dyisru", "rmsnorm"),
 )
-from studies.train import main
-
-STUDY = ROOT / "studies" / "results" / "study.json"
-PAGE = ROOT / "docs" / "study.md"
-DETAILS = ROOT / "docs" / "study-runs.md"
-# The marks of the first page; all others are on the second.
-FIRST = ("headline", "curves")
-IMAGES = ROOT / "docs" / "images"
-CAPTIONS = {
-    "study-rates": "Held-out loss of each arm over its learning rate, seed 0: squares as published, or "
-    "as tuned by the authors, diamonds annealed. A triangle at the top lies above the panel, or "
-    "diverged.",
-    "study-curves": "Held-out loss over the steps, each arm at its best rate, seed 0.",
-    "study-constants": "The constant of every norm's site as it moved, at the arm's best rate, seed 0; the first site "
-    "is dark, the last light.",
+# How far above the lowest loss of a panel its top is, in nats.
+TALL = 1.2
+COLOURS = {
+    "layernorm": "#111111",
+    "rmsnorm": "#8a8a8a",
+    "dyisru": "#1f77b4",
+    "dyisru_witnesses": "#17becf",
+    "dyisru_annealed": "#9467bd",
+    "dyt": "#d95f02",
+    "dyt_published": "#e7a15f",
+    "derf": "#2ca02c",
+    "linear": "#c2185b",
 }
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
-def command(
-    runs: Annotated[Path, typer.Option(help="Folder of results and logs.")] = RUNS,
-    study: Annotated[Path, typer.Option(help="The summary to write.")] = STUDY,
-    page: Annotated[
-        Path, typer.Option(help="The page whose marked parts are written anew.")
-    ] = PAGE,
-    details: Annotated[
-        Path, typer.Option(help="The page of all runs, whose marked parts are written too.")
-    ] = DETAILS,
-    images: Annotated[Path, typer.Option(help="Folder of the pictures.")] = IMAGES,
-) -> None:
-    """Write the summary, the pictures, and the marked parts of both pages.
-
-    Example: python -m studies.report
-    """
-    from studies.pictures import draw
-
-    for file in (study, page, details, images / "study-rates.png"):
-        require_writable(file)
-    log = partial(read_log, out=runs)
-    found = summarize(read_all(runs), log=log)
-    texts = {}
-    for file, marked in ((page, first_parts(found)), (details, other_parts(found))):
-        text = file.read_text("utf-8") if file.exists() else ""
-        texts[file] = with_parts(text, marked)
-    pictures = draw(found, log)
-    for name, picture in pictures.items():
-        write_bytes(images / f"{name}.png", picture)
-    write_text(study, dumps(found, indent=1) + "\n")
-    for file, text in texts.items():
-        write_text(file, text)
-    typer.echo(f"{sum(group['runs'] for group in found['groups'].values())} runs: {study}, {page}")
-
-
-def with_parts(text: str, marked: Mapping[str, str]) -> str:
-    """Return the page with its marked parts written anew.
-
-    Args:
-        text: the page.
-        marked: the parts by their mark.
-
-    Raises:
-        DataError: the page lacks a mark.
-    """
-    for key, part in marked.items():
-        start, end = f"<!-- study {key}: made by python -m studies.report -->", "<!-- end -->"
-        before, found, rest = text.partition(start)
-        _, closed, after = rest.partition(end)
-        if not (found and closed):
-            raise DataError(
-                f"the page must have the marks {start} and {end}, but one is missing: put it back"
-            )
-        text = f"{before}{start}\n{part}\n{end}{after}"
-    return text
-
-
-def first_parts(study: Mapping[str, Any]) -> dict[str, str]:
-    """Return the generated parts of the first page by their mark."""
-    return {key: part for key, part in parts(study).items() if key in FIRST}
-
-
-def other_parts(study: Mapping[str, Any]) -> dict[str, str]:
-    """Return the generated parts of the page of all runs by their mark."""
-    return {key: part for key, part in parts(study).items() if key not in FIRST}
-
-
-def parts(study: Mapping[str, Any]) -> dict[str, str]:
-    """Return the generated parts of both pages by their mark."""
-    found = {
-        "headline": headline(study),
-        "opening": opening(study),
-        "answers": answers(study),
-        "functions": functions(study),
-        "good-rates": rates(study),
+def summarize(results: Mapping[str, Record]) -> dict[str, Any]:
+    """Return for each part and arm the losses by rate, the best rate and its range, and the seeds there."""
+    parts: dict[str, Any] = {}
+    for part in PLAN:
+        arms: dict[str, Any] = {}
+        for arm in part.rates:
+            sweep = part.sweep(arm)
+            chosen = best(sweep, results)
+            rates = {}
+            for settings in sweep:
+                if settings.name in results:
+                    rates[f"{settings.lr:g}"] = _loss(results[settings.name])
+            arms[arm] = {"rates": rates}
+            if chosen is not None:
+                losses = _losses_by_seed(part, chosen, results)
+                lowest = rates[f"{chosen.lr:g}"]
+                good = [lr for lr, loss in rates.items() if loss and loss <= lowest + GOOD]
+                arms[arm] |= {"best_lr": chosen.lr, "good_rates": good, "losses": losses}
+        parts[part.title] = arms
+    return {
+        "command": "python -m studies.report",
+        "good_within_nats": GOOD,
+        "parts": parts,
+        "headline": [_compared(*row, parts) for row in HEADLINE],
     }
-    found |= {part.key: table(part, study) for part in PLAN if part not in (LONGEST, *SIDE)}
-    found["long"] = "\n\n".join(filter(None, (found["long"], titled([LONGEST], study))))
-    found["variants"] = titled(SIDE, study) or f"{NOT_YET.capitalize()}."
-    drawn = has_runs(study, SMALL) or has_runs(study, LONG)
-    for name, caption in CAPTIONS.items():
-        there = drawn and (name != "study-constants" or has_constants(study))
-        image = f"![{caption}](images/{name}.png)\n\n{caption}"
-        found[name.removeprefix("study-")] = image if there else f"{NOT_YET.capitalize()}."
-    found |= {
-        "checkpoints": checkpoints(study),
-        "on-the-way": on_the_way(study),
-        "left": left(study),
+
+
+def _losses_by_seed(part: Part, chosen: Settings, results: Mapping[str, Record]) -> dict[str, float]:
+    losses = {}
+    for seed in (0, *part.seeds):
+        name = Settings(**chosen.to_dict() | {"seed": seed}).name
+        if name in results and results[name]["loss"] is not None:
+            losses[str(seed)] = _loss(results[name])
+    return losses
+
+
+def _loss(record: Record) -> float | None:
+    """Return the loss on the blocks by which no rate was chosen; None if the run diverged."""
+    if record["loss"] is None:
+        return None
+    return round(fmean(for_reporting(record)), 6)
+
+
+def _compared(
+    title: str, part: Part, arm: str, other: str, parts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the difference of two arms, each at its best rate, over the seeds that both have."""
+    losses = parts[part.title][arm]["losses"]
+    baseline = parts[part.title][other]["losses"]
+    differences = [losses[seed] - baseline[seed] for seed in losses if seed in baseline]
+    return {
+        "comparison": title,
+        "nats": round(fmean(differences), 3),
+        "half_range": round((max(differences) - min(differences)) / 2, 3),
+        "seeds": len(differences),
     }
-    return found
 
 
-def has_runs(study: Mapping[str, Any], part: Part) -> bool:
-    """Whether a part has a run that can be drawn."""
-    groups = (study["groups"].get(sweep[0].group) for sweep in part.sweeps())
-    return any(group is not None and group["best_lr"] is not None for group in groups)
+def table(summary: Mapping[str, Any]) -> str:
+    """Return the headline as a Markdown table."""
+    lines = ["| comparison | difference in loss, nats |", "|---|---|"]
+    for row in summary["headline"]:
+        difference = f"{row['nats']:+.3f}".replace("-", "−")
+        if row["seeds"] == 1:
+            spread = "(1 seed)"
+        else:
+            spread = f"± {row['half_range']:.3f} ({row['seeds']} seeds)"
+        lines.append(f"| {row['comparison']} | {difference} {spread} |")
+    return "\n".join(lines)
 
 
-def has_constants(study: Mapping[str, Any]) -> bool:
-    """Whether an arm whose constants are drawn has a run."""
-    names = (
-        sweep[0].group for part in (SMALL, LONG) for sweep in part.sweeps() if sweep[0].arm in SHOWN
-    )
-    return any(
-        (study["groups"].get(name) or {"best_lr": None})["best_lr"] is not None for name in names
-    )
+def curves(results: Mapping[str, Record]) -> Figure:
+    """Draw the held-out loss over the steps, each arm at its best rate with seed 0."""
+    figure = Figure(figsize=(11.6, 4.2), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for panel, part in zip(panels, (SMALL, LONG), strict=True):
+        lowest = float("inf")
+        for arm in part.rates:
+            chosen = best(part.sweep(arm), results)
+            if chosen is None:
+                continue
+            record = results[chosen.name]
+            steps, losses = zip(*record["curve"], strict=True)
+            label = ARMS[arm].title if part is SMALL else None
+            panel.plot(steps, losses, color=COLOURS[arm], lw=1.6, label=label)
+            lowest = min(lowest, record["loss"])
+        panel.set(title=part.title, xlabel="step", xlim=(0, part.steps))
+        panel.set_ylim(lowest - 0.05, lowest + 2 * TALL)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25, lw=0.5)
+    panels[0].set_ylabel("held-out loss (nats per byte)")
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8.5)
+    return figure
+
+
+def main() -> None:
+    """Write the summary and the picture, and print the table for the page."""
+    results = read_results()
+    summary = summarize(results)
+    SUMMARY.write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
+    # Without the version of matplotlib in it, the same runs give the same bytes.
+    curves(results).savefig(PICTURE, dpi=110, metadata={"Software": None})
+    print(table(summary))
 
 
 if __name__ == "__main__":
-    main(app, "studies.report")
+    main()

@@ -1,17 +1,87 @@
-"""The settings of a run, and the name made of them."""
+"""The settings of a run: the arm, the model, and the name made of them."""
 
-from __future__ import annotations
-
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dynorm.errors import ArgumentError
-from studies.arms import Arm, arm_of
-from studies.sizes import MODELS, Size, size_of
+from dynorm.layers.groups import LOG_RATE
 
-PATH = (0.6, 0.3)
-SHARE = 0.1
+
+@dataclass(frozen=True)
+class Arm:
+    """The layers in place of a transformer's norms.
+
+    Args:
+        title: its name in tables and pictures.
+        norm: the norm that it trains with, if it has one.
+        layer: the layer's name for ``dynorm.convert_``, or None to train with the norm throughout.
+        published: whether the constants are those of the papers (slope 0.5, scale 1, and a learned
+            factor sqrt(C) after the embedding), not measured on the first batch.
+        constants_rate: the learning rate of the constants over that of the other weights.
+        witnesses: how many witnesses each layer has, the first channels.
+    """
+
+    title: str
+    norm: str | None = None
+    layer: str | None = None
+    published: bool = False
+    constants_rate: float = 1.0
+    witnesses: int = 0
+
+    @property
+    def annealed(self) -> bool:
+        """Whether it begins with the norm and ends without."""
+        return self.layer is not None and self.layer.startswith("annealed")
+
+
+ARMS = {
+    "layernorm": Arm("LayerNorm", norm="layernorm"),
+    "rmsnorm": Arm("RMSNorm", norm="rmsnorm"),
+    "dyisru": Arm("DyISRU", layer="dyisru", constants_rate=LOG_RATE),
+    "dyt": Arm("scaled DyT", layer="dyt"),
+    "derf": Arm("scaled Derf", layer="derf"),
+    "linear": Arm("linear (control)", layer="linear", constants_rate=LOG_RATE),
+    "dyisru_witnesses": Arm(
+        "DyISRU, 4 witnesses", layer="dyisru", constants_rate=LOG_RATE, witnesses=4
+    ),
+    "dyt_published": Arm("DyT as published", layer="dyt", published=True),
+    "dyisru_annealed": Arm("norm, then DyISRU (annealed)", layer="annealed"),
+}
+"""The arms by the name that the command line and the results have."""
+
+# The annealing begins after 60 % of the steps and takes 30 % of them.
+ANNEALING = (0.6, 0.3)
+WARMUP = 100
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's size, and the amount of data per step and measurement.
+
+    Args:
+        layers: number of blocks.
+        channels: C, the width of the residual stream.
+        heads: attention heads.
+        context: bytes that the model sees at once.
+        batch: blocks per step.
+        watched: held-out blocks for the curve during training.
+        final: held-out blocks for the figure at the end.
+    """
+
+    layers: int
+    channels: int
+    heads: int
+    context: int
+    batch: int
+    watched: int
+    final: int
+
+
+SIZES = {
+    "tiny": Size(2, 16, 2, 32, 4, 16, 64),
+    "small": Size(6, 128, 4, 128, 24, 256, 2048),
+    "medium": Size(8, 320, 5, 128, 12, 256, 1024),
+}
 
 
 @dataclass(frozen=True)
@@ -19,197 +89,49 @@ class Settings:
     """One run.
 
     Args:
-        arm: a name of ``studies.arms.ARMS``.
-        lr: the highest learning rate.
+        arm: a name of ``ARMS``.
+        lr: the highest learning rate, after a linear warm-up; it falls to a tenth as a cosine.
         steps: optimizer steps.
-        seed: of the first weights and the order of the data; the split is always the same.
-        task: "text" (bytes of the standard library) or "digits".
-        model: "gpt2" or "llama" for text, "vit" for digits; None takes the first.
-        size: "tiny", "small", "medium" or "large".
-        warmup: steps of linear warm-up; afterwards the rate falls to a tenth as a cosine.
-        constants_rate: the rate of the constants (log b, alpha, shift, centre) over that of the
-            other weights; 30 is the default of ``dynorm.param_groups``, for log b alone; None takes
-            the arm's own.
-        center: whether a centre is learned; by default only by annealed arms that begin with
-            LayerNorm.
-        warmup_constants: set the constants anew from a batch at ten steps during the warm-up, as at
-            the start.
-        share: how much of a token's typical sum the witnesses carry at the start, for direct arms
-            that have some.
-        optimizer: "adamw", or "muon" for the matrices but the embeddings, with AdamW for the rest.
-        scale_loss: a bound on the growth of the stream, for direct arms that are set from a batch:
-            so many times the squared logarithm of its mean square at the last site, over that at
-            the start, is added to the training loss (the fixed target of TaperNorm, arXiv
-            2602.10408); 0 leaves it out.
-        fixed_writers: hold the norms of the matrices that write to the stream at those of the
-            start, as anGPT does (arXiv 2505.22014); for language models.
-        path_start: where the annealing begins, as a share of the steps.
-        path_length: how long it is, as a share of the steps.
-        device: "cpu" or "cuda".
-        bf16: compute in bfloat16 (autocast).
+        seed: of the first weights and of the order of the data; the split is always the same.
+        model: "gpt2" or "llama".
+        size: a name of ``SIZES``.
 
     Raises:
-        ArgumentError: a value is outside its domain, does not apply to the arm, or the schedule
-            does not fit the run.
+        ArgumentError: a value is outside its domain.
     """
 
     arm: str
     lr: float
     steps: int = 600
     seed: int = 0
-    task: str = "text"
-    model: str | None = None
+    model: str = "gpt2"
     size: str = "small"
-    warmup: int = 100
-    constants_rate: float | None = None
-    center: bool | None = None
-    warmup_constants: bool = False
-    share: float = SHARE
-    path_start: float = PATH[0]
-    path_length: float = PATH[1]
-    device: str = "cpu"
-    bf16: bool = False
-    optimizer: str = "adamw"
-    scale_loss: float = 0.0
-    fixed_writers: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible settings, before anything is built."""
-        if self.constants_rate is None:
-            object.__setattr__(self, "constants_rate", self.arm_spec.constants_rate)
-        self._check_numbers()
-        if self.task not in MODELS:
-            raise ArgumentError(f"the task must be one of {', '.join(MODELS)}, got {self.task!r}")
-        if self.model is None:
-            object.__setattr__(self, "model", MODELS[self.task][0])
-        if self.model not in MODELS[self.task]:
-            raise ArgumentError(
-                f"the model must be one of {', '.join(MODELS[self.task])} for {self.task}, got "
-                f"{self.model!r}"
-            )
-        if self.optimizer not in ("adamw", "muon"):
-            raise ArgumentError(f"the optimizer must be adamw or muon, got {self.optimizer!r}")
-        if self.device not in ("cpu", "cuda"):
-            raise ArgumentError(f"the device must be cpu or cuda, got {self.device!r}")
-        size_of(self.task, self.size)
-        self._check_variant()
-
-    @property
-    def arm_spec(self) -> Arm:
-        """The arm."""
-        return arm_of(self.arm)
-
-    @property
-    def size_spec(self) -> Size:
-        """The size."""
-        return size_of(self.task, self.size)
-
-    @property
-    def variant(self) -> str:
-        """The arm with the options that differ from its defaults, as the run's name has it."""
-        parts = [self.arm]
-        if self.constants_rate != self.arm_spec.constants_rate:
-            parts.append(f"rate{self.constants_rate:g}")
-        if self.center is not None:
-            parts.append("center" if self.center else "nocenter")
-        if self.warmup_constants:
-            parts.append("warm")
-        if self.share != SHARE:
-            parts.append(f"share{self.share:g}")
-        if self.scale_loss:
-            parts.append(f"bound{self.scale_loss:g}")
-        if self.fixed_writers:
-            parts.append("writers")
-        if (self.path_start, self.path_length) != PATH:
-            parts.append(f"path{self.path_start:g}+{self.path_length:g}")
-        return "-".join(parts)
+        known = {"arm": ARMS, "model": ("gpt2", "llama"), "size": SIZES}
+        for name, names in known.items():
+            value = getattr(self, name)
+            if value not in names:
+                raise ArgumentError(f"{name} must be one of {', '.join(names)}, got {value!r}")
+        # A negated comparison also refuses NaN.
+        if not 0 < self.lr < float("inf"):
+            raise ArgumentError(f"lr must be positive and finite, got {self.lr!r}")
+        if self.steps < 2:
+            raise ArgumentError(f"steps must be at least 2, got {self.steps}")
+        if not 0 <= self.seed < 2**32:
+            raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
 
     @property
     def group(self) -> str:
-        """What runs share that differ in learning rate and seed only."""
-        parts = [self.task, str(self.model), self.size, f"{self.steps}", self.variant]
-        parts += [f"warmup{self.warmup}"] if self.warmup != 100 else []
-        parts += [self.optimizer] if self.optimizer != "adamw" else []
-        parts += [self.device] if self.device != "cpu" else []
-        parts += ["bf16"] if self.bf16 else []
-        return "-".join(parts)
+        """The name that runs share which differ only in learning rate and seed."""
+        return f"{self.model}-{self.size}-{self.steps}-{self.arm}"
 
     @property
     def name(self) -> str:
-        """The run's name: the same for the same settings only."""
+        """The run's name; no other settings have it."""
         return f"{self.group}-lr{self.lr:g}-seed{self.seed}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain values that JSON knows."""
+        """Return the settings as plain values for JSON."""
         return asdict(self)
-
-    def _check_numbers(self) -> None:
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ArgumentError(f"the learning rate must be positive and finite, got {self.lr!r}")
-        for name in ("lr", "constants_rate", "share", "scale_loss", "path_start", "path_length"):
-            value = getattr(self, name)
-            if math.isfinite(value) and float(f"{value:g}") != value:
-                raise ArgumentError(
-                    f"{name} must have at most six digits, for the run's name, got {value!r}"
-                )
-        if self.steps < 1:
-            raise ArgumentError(f"steps must be at least 1, got {self.steps}")
-        if not 0 <= self.warmup < self.steps:
-            raise ArgumentError(
-                f"the warm-up must end before the run does, got {self.warmup} of {self.steps} "
-                "steps: train longer, or "
-                "give a shorter --warmup"
-            )
-        assert self.constants_rate is not None
-        if not (math.isfinite(self.constants_rate) and self.constants_rate > 0):
-            raise ArgumentError(
-                f"the constants' rate must be positive and finite, got {self.constants_rate!r}"
-            )
-        if not 0 <= self.seed < 2**32:
-            raise ArgumentError(f"the seed must be from 0 to 2^32 - 1, got {self.seed}")
-
-    def _check_variant(self) -> None:
-        arm = self.arm_spec
-        other_rate = self.constants_rate != arm.constants_rate
-        if arm.layer is None and (other_rate or self.center is not None or self.warmup_constants):
-            raise ArgumentError(f"{arm.name} has no constants: leave their options out")
-        if self.warmup_constants and arm.start != "batch":
-            raise ArgumentError(
-                f"{arm.name} does not set its constants from a batch: leave --warmup-constants out"
-            )
-        if self.warmup_constants and self.warmup < 10:
-            raise ArgumentError(
-                "the warm-up must have 10 steps or more to set the constants ten times, got "
-                f"{self.warmup}: give a "
-                "longer --warmup, or leave --warmup-constants out"
-            )
-        if self.share != SHARE and not (arm.witnesses and arm.start == "batch"):
-            raise ArgumentError(
-                f"{arm.name} has no witnesses that are set from a batch: leave --share out"
-            )
-        if not (math.isfinite(self.scale_loss) and self.scale_loss >= 0):
-            raise ArgumentError(
-                f"the weight of the scale's loss must not be negative, got {self.scale_loss!r}"
-            )
-        if self.scale_loss and (arm.start != "batch" or arm.final_norm):
-            raise ArgumentError(
-                f"{arm.name} does not set its last constant from a batch: leave --scale-loss out"
-            )
-        if self.fixed_writers and (arm.layer is None or self.task != "text"):
-            raise ArgumentError(
-                "fixed writers are for point-wise language models: leave --fixed-writers out"
-            )
-        if not 0 < self.share < 1:
-            raise ArgumentError(f"the witnesses' share must be between 0 and 1, got {self.share!r}")
-        if not arm.annealed:
-            if (self.path_start, self.path_length) != PATH:
-                raise ArgumentError(f"{arm.name} is not annealed: leave the options --path-... out")
-            return
-        start, length = round(self.path_start * self.steps), round(self.path_length * self.steps)
-        if start < 1 or length < 1 or start + length >= self.steps:
-            raise ArgumentError(
-                "the annealing must begin after the first step and end before the last, but it "
-                "starts at "
-                f"{self.path_start:g} and takes {self.path_length:g} of {self.steps} steps: change "
-                "these, or train on"
-            )

@@ -1,300 +1,254 @@
-"""One run: ``python -m studies.train --arm dyisru --lr 1e-3``; it goes on where it was stopped."""
+"""Train one model of the study and return its record."""
 
-from __future__ import annotations
-
-import os
-import platform
-import subprocess
+import math
+import tempfile
 import time
-from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 import dynorm
-from dynorm.cli.application import quiet_libraries
-from dynorm.errors import ArgumentError
-from studies.runs import ROOT, RUNS, SCRATCH, Record, RunFiles
-from studies.settings import PATH, SHARE, Settings
+from dynorm.layers.groups import LOG_RATE
+from dynorm.train.callbacks import AnnealCallback
+from studies.data import Data, first_batch, load
+from studies.settings import ANNEALING, ARMS, SIZES, WARMUP, Settings, Size
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from studies.trainer import StudyTrainer
-
-# The held-out blocks are in random order, so parts of them give the standard error, and, paired,
-# that of a difference.
+Record = dict[str, Any]
+WEIGHT_DECAY = 0.1
+# To guess bytes at random costs 5.5 nats.
+DIVERGED = 10.0
+# The held-out blocks are in random order, so the spread of parts of them is the error of the loss.
 PARTS = 32
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
-def command(
-    arm: Annotated[
-        str, typer.Option(help="The layers in place of the norms; see studies/arms.py.")
-    ],
-    lr: Annotated[float, typer.Option(help="The highest learning rate.")],
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 600,
-    seed: Annotated[int, typer.Option(help="Of the first weights and the order of the data.")] = 0,
-    task: Annotated[str, typer.Option(help="text or digits.")] = "text",
-    model: Annotated[str | None, typer.Option(help="gpt2 or llama; vit for digits.")] = None,
-    size: Annotated[str, typer.Option(help="tiny, small, medium or large.")] = "small",
-    warmup: Annotated[int, typer.Option(help="Steps of warm-up.")] = 100,
-    constants_rate: Annotated[
-        float | None, typer.Option(help="The constants' rate over the others'.")
-    ] = None,
-    center: Annotated[bool | None, typer.Option(help="Learn a centre, or not.")] = None,
-    warmup_constants: Annotated[
-        bool,
-        typer.Option(
-            "--warmup-constants", help="Set the constants anew ten times during the warm-up."
-        ),
-    ] = False,
-    share: Annotated[
-        float, typer.Option(help="The witnesses' share of the sum at the start.")
-    ] = SHARE,
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, or muon for the blocks' matrices.")
-    ] = "adamw",
-    scale_loss: Annotated[
-        float, typer.Option(help="Weight of a loss that holds the stream's scale.")
-    ] = 0.0,
-    fixed_writers: Annotated[
-        bool,
-        typer.Option(
-            "--fixed-writers", help="Hold the norms of the matrices that write to the stream."
-        ),
-    ] = False,
-    path_start: Annotated[
-        float, typer.Option(help="Where the annealing begins, a share of the steps.")
-    ] = PATH[0],
-    path_length: Annotated[
-        float, typer.Option(help="How long it is, a share of the steps.")
-    ] = PATH[1],
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder of the result and the log.")] = RUNS,
-    checkpoints: Annotated[Path, typer.Option(help="Folder of the checkpoints.")] = SCRATCH,
-    again: Annotated[
-        bool, typer.Option("--again", help="Repeat a finished run; an unfinished one continues.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")
-    ] = False,
-) -> None:
-    """Train one model, and write its result and its log.
-
-    The same command works under `accelerate launch -m studies.train ...` and
-    `torchrun -m studies.train ...`.
-
-    Example: python -m studies.train --arm dyisru --lr 1e-3
-    """
-    from studies.runs import dumps
-
-    settings = Settings(
-        arm, lr, steps, seed, task, model, size, warmup, constants_rate, center, warmup_constants,
-        share, path_start, path_length, device, bf16, optimizer, scale_loss, fixed_writers,
-    )  # fmt: skip
-    quiet_libraries()
-    record = run(settings, out=out, checkpoints=checkpoints, quiet=as_json, again=again)
-    if _is_main():
-        result = RunFiles(settings.name, out, checkpoints).result
-        typer.echo(dumps(record, indent=1) if as_json else f"{said(record)}\n{result}")
-    _leave_together()
-
-
-def run(
-    settings: Settings,
-    *,
-    out: Path = RUNS,
-    checkpoints: Path = SCRATCH,
-    quiet: bool = True,
-    again: bool = False,
-) -> Record:
-    """Do one run, or go on with it where it was stopped, or return the result of one that is finished.
-
-    Args:
-        settings: of the run.
-        out: the folder of results and logs.
-        checkpoints: the folder of checkpoints.
-        quiet: no progress bar.
-        again: repeat a finished run. Its result and log are kept, as ``.old``, until
-            there is a new result; a run that is begun goes on.
-
-    Returns:
-        The contents of the result's file.
-
-    Raises:
-        ArgumentError: there is no CUDA device, or the batch does not divide among the processes.
-        StorageError: a folder cannot be written to.
-        BusyError: another process works on this run.
-    """
-    _require_device(settings)
-    files = RunFiles(settings.name, out, checkpoints)
-    with files.lock() if _is_main() else nullcontext():
-        if again and _is_main():
-            files.set_aside()
-        # The others do not wait for the first to have done so.
-        record = None if again else files.read()
-        if record is not None:
-            return record
-        files.prepare()
-        if _is_main():
-            files.claim(settings)
-        record = _train(settings, files, quiet)
-        if _is_main():
-            files.write_result(record)
-            files.clear()
+def run(settings: Settings) -> Record:
+    """Train by the settings, and return the losses on held-out blocks in nats per byte."""
+    started = time.perf_counter()
+    size = SIZES[settings.size]
+    data = load(size.context)
+    model = build(settings, data)
+    watched = torch.utils.data.Subset(data.held_out, range(size.watched))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = StudyTrainer(
+            settings=settings,
+            model=model,
+            args=_arguments(settings, Path(folder)),
+            train_dataset=data.train,
+            eval_dataset=watched,
+            compute_metrics=lambda outcome: {"held_out": float(outcome.predictions.mean())},
+        )
+        trainer.train()
+        history = trainer.state.log_history
+        record = {
+            "settings": settings.to_dict(),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "loss": None,
+            "parts": [],
+            "curve": curve(history),
+        }
+        if not has_diverged(history):
+            if ARMS[settings.arm].annealed:
+                dynorm.finalize_(model)
+            final = torch.utils.data.Subset(data.held_out, range(size.final))
+            losses = torch.tensor(trainer.predict(final).predictions)
+            record["loss"] = float(losses.mean())
+            record["parts"] = [round(float(p.mean()), 5) for p in losses.tensor_split(PARTS)]
+    record["seconds"] = round(time.perf_counter() - started, 1)
     return record
 
 
-def said(record: Record) -> str:
-    """Return a line about a result."""
-    if record["diverged"]:
-        return f"{record['name']}: diverged at step {record['steps_taken']}"
-    return (
-        f"{record['name']}: {record['loss']:.4f} nats, {record['seconds_per_step']:.3f} s a step, "
-        f"{record['seconds'] / 60:.1f} min"
+def build(settings: Settings, data: Data) -> nn.Module:
+    """Return a fresh model with the arm's layers; the same for the same settings."""
+    arm = ARMS[settings.arm]
+    size = SIZES[settings.size]
+    set_seed(settings.seed)
+    model = {"gpt2": _gpt2, "llama": _llama}[settings.model](size)
+    batch = first_batch(data, size.batch)
+    # Two items show the norms as well as all.
+    sites = dynorm.find_norms(model, batch[:2])
+    if arm.layer is None:
+        _replace_norms_(model, sites, arm.norm)
+        return model
+    # The annealing of a LayerNorm goes from the token's mean to a learned centre.
+    dynorm.convert_(
+        model, sites, to=arm.layer, center=arm.annealed, witnesses=tuple(range(arm.witnesses))
+    )
+    if arm.published:
+        for site in sites:
+            layer = model.get_submodule(site.path)
+            layer.scale = 1.0
+            layer.alpha.data.fill_(0.5)
+        _scale_embedding_(model)
+    elif not arm.annealed:
+        for site in sites:
+            model.get_submodule(site.path).scale = math.sqrt(size.channels)
+        dynorm.init_from_batch_(model, batch)
+    return model
+
+
+class StudyTrainer(Trainer):
+    """The Trainer with one loss per held-out block, and the groups of ``dynorm.param_groups``."""
+
+    def __init__(self, settings: Settings, **options: Any) -> None:
+        super().__init__(**options)
+        arm = ARMS[settings.arm]
+        rate = None
+        if arm.constants_rate != LOG_RATE:
+            rate = settings.lr * arm.constants_rate
+        self.groups = dynorm.param_groups(
+            self.model, lr=settings.lr, weight_decay=WEIGHT_DECAY, constants_lr=rate
+        )
+        if arm.annealed:
+            self.add_callback(AnnealCallback(*ANNEALING))
+        self.add_callback(StopWhenDiverged())
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Make AdamW with the constants' own rate."""
+        self.optimizer = torch.optim.AdamW(self.groups, fused=True)
+        return self.optimizer
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], **kwargs: Any) -> Tensor:
+        """Return the mean loss in nats."""
+        return _losses(model, inputs).mean()
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the mean loss, and in the place of the logits the loss of each block."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            losses = _losses(model, inputs)
+        return losses.mean(), losses, losses
+
+
+class StopWhenDiverged(TrainerCallback):
+    """Ends a run whose loss is lost."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop without another measurement."""
+        if has_diverged(state.log_history):
+            control.should_training_stop = True
+            control.should_evaluate = False
+
+
+def has_diverged(history: list[Record]) -> bool:
+    """Return whether a logged loss is not a number, or worse than guessing by far."""
+    for entry in history:
+        for name in ("loss", "eval_held_out"):
+            if name in entry and not entry[name] <= DIVERGED:
+                return True
+    return False
+
+
+def curve(history: list[Record]) -> list[tuple[int, float]]:
+    """Return the steps with their held-out losses."""
+    points = []
+    for entry in history:
+        if "eval_held_out" in entry:
+            points.append((entry["step"], float(f"{entry['eval_held_out']:.6g}")))
+    return points
+
+
+def _losses(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the mean cross-entropy of each block in nats."""
+    logits = model(input_ids=inputs["input_ids"]).logits.float()
+    targets = inputs["labels"]
+    losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.reshape(len(targets), -1).mean(1)
+
+
+def _arguments(settings: Settings, folder: Path) -> TrainingArguments:
+    size = SIZES[settings.size]
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=settings.steps,
+        learning_rate=settings.lr,
+        warmup_steps=min(WARMUP, settings.steps // 2),
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        max_grad_norm=1.0,
+        per_device_train_batch_size=size.batch,
+        per_device_eval_batch_size=size.batch,
+        logging_steps=25,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=max(settings.steps // 30, 1),
+        save_strategy="no",
+        remove_unused_columns=False,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        seed=settings.seed,
+        data_seed=settings.seed,
     )
 
 
-def _train(settings: Settings, files: RunFiles, quiet: bool) -> Record:
-    from studies.callbacks import DIVERGED, diverged
-    from studies.data import load
-    from studies.models import build
-    from studies.trainer import make_trainer
-
-    started, versions = time.perf_counter(), _versions()
-    data = load(settings)
-    model = build(settings, data)
-    trainer = make_trainer(model, data, settings, files, quiet=quiet)
-    checkpoint = files.checkpoint()
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    lost = diverged(trainer.state.log_history)
-    record = _record(settings, trainer, model, lost) | {"data": data.words, "versions": versions}
-    if not lost:
-        if settings.arm_spec.annealed:
-            dynorm.finalize_(model)
-        measured = _measured(trainer, data.held_out, settings.size_spec.final)
-        record |= measured if measured["loss"] <= DIVERGED else {"diverged": True}
-    # Of all sessions: what the log knows of those before a kill, and this one with all that is not
-    # training.
-    before = trainer.watch.before
-    return record | {"wall_seconds": round(before + time.perf_counter() - started, 1)}
+def _gpt2(size: Size) -> nn.Module:
+    config = GPT2Config(
+        vocab_size=256,
+        n_embd=size.channels,
+        n_layer=size.layers,
+        n_head=size.heads,
+        n_positions=size.context,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+        # The same function as GPT-2's gelu_new, in one kernel.
+        activation_function="gelu_pytorch_tanh",
+    )
+    return GPT2LMHeadModel(config)
 
 
-def _record(settings: Settings, trainer: StudyTrainer, model: nn.Module, lost: bool) -> Record:
-    from studies.models import constants
-
-    history = trainer.state.log_history
-    logged = [entry for entry in history if "loss" in entry]
-    return {
-        "name": settings.name,
-        "settings": settings.to_dict(),
-        "size": asdict(settings.size_spec),
-        "diverged": lost,
-        "loss": None,
-        "steps_taken": trainer.state.global_step,
-        "train_loss": logged[-1]["loss"],
-        "seconds": logged[-1]["seconds"],
-        "seconds_per_step": median(entry["step_seconds"] for entry in logged),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "constants": {path: float(f"{value:.4g}") for path, value in constants(model).items()},
-        "processes": trainer.args.world_size,
-        "machine": _machine(settings),
-    }
+def _llama(size: Size) -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=size.channels,
+        intermediate_size=8 * math.ceil(size.channels / 3),
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        max_position_embeddings=size.context,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
 
 
-def _measured(trainer: StudyTrainer, held_out: Any, count: int) -> Record:
-    """The point-wise (or normed) model on the held-out items: loss in nats, and the loss of each part of them."""
-    import torch
-
-    outcome = trainer.predict(torch.utils.data.Subset(held_out, range(count)))
-    parts = [float(part.mean()) for part in torch.tensor(outcome.predictions).tensor_split(PARTS)]
-    return {
-        "loss": float(outcome.predictions.mean()),
-        "standard_error": float(outcome.predictions.std(ddof=1) / count**0.5),
-        "accuracy": float(outcome.label_ids.mean()),
-        "items": count,
-        "parts": [round(part, 5) for part in parts],
-    }
+def _replace_norms_(model: nn.Module, sites: list[Any], norm: str | None) -> None:
+    """Change LayerNorm into RMSNorm or the other way round, where the model has the other one."""
+    wanted = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}[str(norm)]
+    for site in sites:
+        if site.kind != norm:
+            model.set_submodule(site.path, wanted(site.normalized_shape, eps=site.eps))
 
 
-def _machine(settings: Settings) -> dict[str, Any]:
-    import torch
-
-    gpu = torch.cuda.get_device_name() if settings.device == "cuda" else None
-    return {
-        "cpu": platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": gpu,
-    }
+def _scale_embedding_(model: nn.Module) -> None:
+    """Multiply the input of the first block by a learned factor, sqrt(C) at first, as DyT's authors do."""
+    # GPT-2 adds two embeddings before its dropout of 0.
+    path = "transformer.drop" if hasattr(model, "transformer") else "model.embed_tokens"
+    last = model.get_submodule(path)
+    channels = model.get_input_embeddings().weight.shape[1]
+    last.register_parameter("factor", nn.Parameter(torch.full((1,), math.sqrt(channels))))
+    last.register_forward_hook(_times_factor)
 
 
-def _versions() -> dict[str, str | None]:
-    import accelerate
-    import torch
-    import transformers
-
-    modules = {
-        "dynorm": dynorm,
-        "torch": torch,
-        "transformers": transformers,
-        "accelerate": accelerate,
-    }
-    return {"python": platform.python_version(), "commit": _commit()} | {
-        name: str(m.__version__) for name, m in modules.items()
-    }
-
-
-def _commit() -> str | None:
-    """The commit that this session of a run begins with, and "-dirty" after a change; None where git knows of none."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(git, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() or None
-
-
-def _require_device(settings: Settings) -> None:
-    import torch
-
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError(
-            "the device cuda needs a CUDA device, but torch sees none: leave --device out"
-        )
-
-
-def _is_main() -> bool:
-    """Whether this is the only process, or the first of those that accelerate or torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _leave_together() -> None:
-    """Wait for the other processes, if there are any: gloo aborts those that are left alone."""
-    import torch
-
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
-def main(application: typer.Typer = app, name: str = "studies.train") -> None:
-    """Run a command of the study; exit status as dynorm's."""
-    try:
-        application()
-    except dynorm.DynormError as error:
-        typer.echo(f"{name}: {error}", err=True)
-        raise SystemExit(2 if isinstance(error, ArgumentError) else 1) from error
-    except KeyboardInterrupt:
-        typer.echo(f"{name}: stopped; the same command goes on from the last checkpoint", err=True)
-        raise SystemExit(130) from None
-
-
-if __name__ == "__main__":
-    main()
+def _times_factor(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output * module.get_parameter("factor")
