@@ -162,7 +162,7 @@ def _check_product(
     tolerance: float,
     device: str,
 ) -> None:
-    from benchmarks.speed.gemm import gemm_add_forward
+    from benchmarks.gemm import gemm_add_forward
 
     a = torch.randn(m, k, device=device, dtype=dtype)
     b = torch.randn(n, k, device=device, dtype=dtype).t()
@@ -298,7 +298,7 @@ def liger(
 
 def measure_product(rows: int, width: int, device: str) -> dict[str, Any]:
     """Time the fused product, and the plain one with its residual, also followed by a norm."""
-    from benchmarks.speed.gemm import gemm_add_forward
+    from benchmarks.gemm import gemm_add_forward
 
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     a = torch.randn(rows, width, **options)

@@ -8,7 +8,7 @@ import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.speed.gemm import TILES, Tile, gemm_add_kernel
+from benchmarks.gemm import TILES, Tile, gemm_add_kernel
 from tests.kernels.triton_compiled import (
     AMPERE,
     DYISRU,

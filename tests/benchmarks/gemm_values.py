@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from benchmarks.speed.gemm import gemm_add_forward
+from benchmarks.gemm import gemm_add_forward
 from dynorm.errors import ArgumentError
 from dynorm.kernels._form import Form, Parameters
 from tests.kernels.triton_values import (
