@@ -207,12 +207,12 @@ def along(value: Tensor, z: Tensor, axis: int) -> Tensor:
 def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int, ...]:
     """Return the positions of witness channels, checked; a number N means the first N."""
     if isinstance(witnesses, Integral) and not isinstance(witnesses, bool):
-        positions = tuple(range(int(witnesses)))
-        if not 0 <= witnesses <= channels:
+        number = int(witnesses)
+        if not 0 <= number <= channels:
             raise ArgumentError(
-                f"the number of witnesses must be from 0 to the {channels} channels, got "
-                f"{witnesses}"
+                f"the number of witnesses must be from 0 to the {channels} channels, got {number}"
             )
+        positions = tuple(range(number))
     else:
         positions = _positions(witnesses)
     if len(positions) > MOST_WITNESSES:

@@ -5,8 +5,9 @@ sum of their squares. With these as constants, a point-wise function is the norm
 approximation of it. Equation numbers are those of arXiv 2503.21708. All functions raise
 :class:`dynorm.errors.ArgumentError` when an argument is outside its domain.
 
-``x`` is a floating point tensor of any shape, ``dim`` the dimension of the channels, and ``eps`` the number, not negative, that the norm adds to its variance or mean of squares. Results
-have the shape and dtype of ``x``. The leave-one-out functions need at least two channels, run in
+``x`` is a floating point tensor of any shape, ``dim`` the dimension of the channels, and ``eps``
+the number, not negative, that the norm adds to its variance or mean of squares. Results have the
+shape and dtype of ``x``. The leave-one-out functions need at least two channels, run in
 O(C), and stay accurate if one channel dominates. A ``beta`` argument is a positive float or a
 tensor of any shape; the result is of the same kind.
 """

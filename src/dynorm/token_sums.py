@@ -11,6 +11,7 @@ depend on the units, so they need no gradient.
 
 import math
 from functools import reduce
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from dynorm.errors import ArgumentError
 _SMALLEST_UNIT = 2.0**-14
 
 
-def has_witnesses(witnesses: Tensor | None, gain: Tensor | None) -> bool:
+def has_witnesses(witnesses: Tensor | None, gain: Tensor | None) -> TypeGuard[Tensor]:
     """Return whether there are witnesses; refuse gains without them."""
     if witnesses is not None and witnesses.numel():
         return True
@@ -89,7 +90,7 @@ def _sum(
     channels = u.shape[axis]
     check_witness_tensors(witnesses, gain, channels)
     # Compared and added one by one, so that there is no reduction, not even over the few.
-    shown = u.index_select(axis, witnesses).split(1, axis)
+    shown = torch.split(u.index_select(axis, witnesses), 1, axis)
     sizes = [value.detach().abs() for value in shown]
     largest = reduce(torch.maximum, sizes).clamp_min(_SMALLEST_UNIT)
     position = along(torch.arange(channels, device=u.device), u, axis)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -101,9 +100,9 @@ def test_between_it_is_the_blend_and_smooth(cls: type[AnnealedNorm], kind: str) 
 
 
 @pytest.mark.parametrize("cls", LAYERS)
-@pytest.mark.parametrize(("kind", "t"), list(itertools.product(KINDS, (0.0, 0.375, 1.0))))
-def test_gradcheck(cls: type[AnnealedNorm], kind: str, t: float) -> None:
-    layer = randomized(cls(5, kind=kind, center=True, t=t, dtype=torch.float64))
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck(cls: type[AnnealedNorm], kind: str) -> None:
+    layer = randomized(cls(5, kind=kind, center=True, t=0.375, dtype=torch.float64))
     names = [name for name, _ in layer.named_parameters()]
 
     def function(x: Tensor, *parameters: Tensor) -> Tensor:
@@ -120,34 +119,17 @@ def test_gradcheck(cls: type[AnnealedNorm], kind: str, t: float) -> None:
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
 @pytest.mark.parametrize(("kind", "dim"), [("layernorm", -1), ("rmsnorm", -1), ("layernorm", 1)])
 def test_the_exported_graph_reduces_nothing_at_1_and_something_before(kind: str, dim: int) -> None:
-    layers = nn.ModuleList(randomized(cls(8, kind=kind, dim=dim)) for cls in LAYERS)
-
-    class Model(nn.Module):
-        """All layers of one input: one graph for all of them."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = layers
-
-        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-            return tuple(layer(x) for layer in self.layers)
-
-    def reducing() -> set[str]:
-        """The layers whose part of the graph holds a reduction."""
-        x = torch.randn(3, 8, *([5] if dim == 1 else []))
-        nodes = torch.export.export(Model().eval(), (x,)).run_decompositions().graph.nodes
-        marks = ("sum", "mean", "var", "norm", "amax", "amin", "prod", "cumsum")
-        found = [
-            node
-            for node in nodes
-            if node.op == "call_function" and any(mark in str(node.target) for mark in marks)
-        ]
-        return {list(node.meta["nn_module_stack"].values())[-1][0] for node in found}
-
-    for t, expected in ((1.0, set()), (0.0, set(range(4))), (0.5, set(range(4)))):
-        for layer in layers:
+    model = nn.Sequential(*[randomized(cls(8, kind=kind, dim=dim)) for cls in LAYERS]).eval()
+    marks = ("sum", "mean", "var", "norm", "amax", "cumsum")
+    for t, layers in ((1.0, 0), (0.0, 4), (0.5, 4)):
+        for layer in model:
             layer.set_t_(t)
-        assert reducing() == {f"layers.{i}" for i in expected}
+        program = torch.export.export(model, (torch.randn(3, 8, 5).movedim(1, -1 if dim == -1 else 1),))
+        reducing = set()
+        for node in program.run_decompositions().graph.nodes:
+            if node.op == "call_function" and any(mark in str(node.target) for mark in marks):
+                reducing.add(list(node.meta["nn_module_stack"].values())[-1][0])
+        assert len(reducing) == layers
 
 
 def test_compiled_once_for_each_stage() -> None:
@@ -162,24 +144,14 @@ def test_compiled_once_for_each_stage() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_channels_first_and_several_axes(kind: str) -> None:
+def test_channels_first(kind: str) -> None:
     x = torch.randn(2, 6, 4, 5)
     first = AnnealedDyISRU(6, kind=kind, dim=1, bias=False)
     last = AnnealedDyISRU(6, kind=kind, bias=False)
-    both = AnnealedDyISRU((4, 5), kind=kind)
     for t in (0.0, 0.5, 1.0):
-        for layer in (first, last, both):
-            layer.set_t_(t)
+        first.set_t_(t)
+        last.set_t_(t)
         torch.testing.assert_close(first(x), last(x.movedim(1, -1)).movedim(-1, 1))
-        assert both(x).shape == x.shape
-    both.set_t_(0.0)
-    flat = x.flatten(-2)
-    expected = (
-        nn.functional.layer_norm(flat, (20,))
-        if kind == "layernorm"
-        else nn.functional.rms_norm(flat, (20,), eps=1e-5)
-    )
-    torch.testing.assert_close(both(x).flatten(-2), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -246,10 +218,10 @@ def test_bad_arguments() -> None:
             AnnealedDyISRU(4, t=t)
     with pytest.raises(dynorm.errors.ArgumentError, match="kind"):
         AnnealedDyISRU(4, kind="batchnorm")  # type: ignore[arg-type]
-    for eps in (-1.0, float("inf")):
+    for eps in (-1.0, float("inf"), None, "1e-5"):
         with pytest.raises(dynorm.errors.ArgumentError, match="norm_eps"):
             AnnealedDyISRU(4, norm_eps=eps)
-    with pytest.raises(dynorm.errors.ArgumentError, match="normalized_shape"):
+    with pytest.raises(dynorm.errors.ArgumentError, match="4 channels"):
         AnnealedDyISRU(4)(torch.randn(2, 5))
 
 
@@ -267,16 +239,6 @@ def test_the_constants_have_no_part_at_0_whatever_they_are(cls: type[AnnealedNor
 def test_in_float16_the_constants_of_many_channels_do_not_overflow() -> None:
     layer = AnnealedDyISRU(16384, per_channel=True, dtype=torch.float16)
     assert layer(torch.randn(2, 16384, dtype=torch.float16)).isfinite().all()
-
-
-def test_in_float16_a_constant_beyond_its_range_is_the_largest_there_is() -> None:
-    layer = AnnealedDyT(8, t=1.0, dtype=torch.float16)
-    layer.fill_constants_(torch.tensor([1e-12]), torch.tensor([0.0]))
-    assert layer.alpha.item() == torch.finfo(torch.float16).max
-    assert layer(torch.tensor([[0.0, 1.0] * 4], dtype=torch.float16)).isfinite().all()
-    double = AnnealedDyT(8, dtype=torch.float64)
-    double.fill_constants_(torch.tensor([4.0]), torch.tensor([0.0]))
-    assert double.beta().item() == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -304,7 +266,11 @@ def test_a_place_outside_the_path_is_not_loaded() -> None:
     assert layer.t.item() == pytest.approx(0.7)
 
 
-def test_a_bad_eps_is_named() -> None:
-    for bad in (None, "1e-5", -1.0, float("inf")):
-        with pytest.raises(dynorm.errors.ArgumentError, match="norm_eps must be"):
-            AnnealedDyISRU(8, norm_eps=bad)
+def test_a_direct_write_to_t_is_followed() -> None:
+    layer = AnnealedDyISRU(8, t=0.25)
+    layer.t.fill_(0.75)
+    assert layer.position == 0.75
+    average = torch.optim.swa_utils.AveragedModel(layer, use_buffers=True)
+    layer.set_t_(1.0)
+    average.update_parameters(layer)
+    assert average.module.position == 1.0

@@ -1,6 +1,6 @@
 """A layer's call by a fused kernel, which knows one number per token and no witness."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def _parameters(layer: "PointwiseNorm") -> kernels.Parameters:
     runs at every call, and a kernel is done in a few microseconds.
     """
     names = (layer.constants[0], "shift", "center", "weight", "bias")
-    stored = layer._parameters
+    stored: Any = layer._parameters
     if layer._modules:
         # A parametrization keeps a parameter elsewhere.
         stored = {name: getattr(layer, name, None) for name in names}
@@ -53,7 +53,7 @@ def _with_witnesses(
     """
     if kernels.traced(x):
         return None
-    index = layer.witnesses
+    index, gain = layer.witnesses_and_gains()
     center = _chosen(layer.center, index)
     shown = x.index_select(-1, index)
     u = upcast(shown)
@@ -61,21 +61,22 @@ def _with_witnesses(
         u = u - center
     # So far from the largest number that a sum of 16 squares with large gains stays finite.
     limit = torch.finfo(u.dtype).max ** 0.5 / 2**14
-    total = (u.clamp(-limit, limit).square() * layer.gain()).sum(-1)
+    total = (u.clamp(-limit, limit).square() * gain).sum(-1)
     y = kernels.pointwise(
         layer.kernel, x, parameters, layer.scale, layer.logarithmic, token_constant=total
     )
     if y is None or layer.kernel != kernels.FunctionCode.DYISRU:
         return y
+    beta = layer.constant()
     columns = functional.dyisru_general(
         shown,
-        _chosen(layer.constant(), index),
+        beta if beta.numel() == 1 else beta.index_select(0, index),
         center,
         _chosen(layer.factor(), index),
         _chosen(layer.bias, index),
         scale=layer.scale,
         witnesses=torch.arange(shown.shape[-1], device=x.device),
-        gain=layer.gain(),
+        gain=gain,
     )
     return y.index_copy_(-1, index, columns)
 

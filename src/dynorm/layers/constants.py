@@ -45,7 +45,9 @@ class LogBetaNorm(PointwiseNorm):
         return {"beta": self.beta().detach()}
 
     def initial_constants(self) -> dict[str, float]:
-        return {"log_beta": math.log(self.channels if self.beta_init is None else self.beta_init)}
+        """Return the first ``log_beta``."""
+        beta = self.channels if self.beta_init is None else self.beta_init
+        return {"log_beta": math.log(beta)}
 
 
 class AlphaNorm(PointwiseNorm):
@@ -78,6 +80,7 @@ class AlphaNorm(PointwiseNorm):
         return self.slope_ratio * self.constant() ** -2
 
     def initial_constants(self) -> dict[str, float]:
+        """Return the first ``alpha``."""
         if self.alpha_init is not None:
             return {"alpha": self.alpha_init}
         if self.scale == 1:

@@ -63,4 +63,5 @@ class Derf(AlphaNorm):
         return torch.erf(alpha * u + self.laid(self.shift, u))
 
     def initial_constants(self) -> dict[str, float]:
+        """Return the first ``alpha`` and ``shift``."""
         return {**super().initial_constants(), "shift": self.shift_init}

@@ -71,4 +71,5 @@ class DyISRU(LogBetaNorm):
 
     def of_token(self, u: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``u`` and its beta, which leaves a witness out of its own sum."""
-        return beta_of_token(u, constant, self.dim % u.ndim, self.witnesses, self.gain())
+        axis = self.dim % u.ndim
+        return beta_of_token(u, constant, axis, *self.witnesses_and_gains())

@@ -93,10 +93,11 @@ class PointwiseModule(nn.Module):
         """Return the first values of the constants, from the constructor's arguments."""
         raise NotImplementedError
 
-    def gain(self) -> Tensor:
-        """Return the weight of the square of each witness, in at least float32."""
+    def witnesses_and_gains(self) -> tuple[Tensor, Tensor]:
+        """Return the positions of the witnesses, and the weight of the square of each."""
+        assert self.witnesses is not None
         assert self.log_gain is not None
-        return upcast(self.log_gain).exp()
+        return self.witnesses, upcast(self.log_gain).exp()
 
     def constant_parameters(self) -> list[nn.Parameter]:
         """Return all parameters except weight and bias: the constants, the centre and the gains."""

@@ -139,8 +139,10 @@ class PointwiseNorm(PointwiseModule):
 
     def of_token(self, u: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``u`` and the constant of its token, which the witnesses change."""
-        ratio = 1 / self.slope_ratio
-        return slope_of_token(u, constant, self.dim % u.ndim, self.witnesses, self.gain(), ratio)
+        axis = self.dim % u.ndim
+        return slope_of_token(
+            u, constant, axis, *self.witnesses_and_gains(), ratio=1 / self.slope_ratio
+        )
 
     def laid(self, parameter: Tensor, u: Tensor) -> Tensor:
         """Return one number, or one per channel, in the dtype and along the channels of ``u``."""

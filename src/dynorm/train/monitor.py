@@ -109,9 +109,10 @@ class Monitor:
                 warnings.warn(
                     f"the layer {path!r} saturates: {saturated:.0%} of its outputs are near their "
                     "bound, where the gradient almost vanishes, because its inputs have grown to "
-                    f"{size:.3g} while sqrt(beta) is {beta**0.5:.3g}. Give the constants a higher "
-                    "learning rate with dynorm.param_groups, set them with dynorm.init_from_batch_ "
-                    "before the first step, or lower the learning rate",
+                    f"{size:.3g} while sqrt(beta) is {beta**0.5:.3g}. Leave out a scale below "
+                    "sqrt(C), give the constants a higher learning rate with dynorm.param_groups, "
+                    "set them with dynorm.init_from_batch_ before the first step, or lower the "
+                    "learning rate",
                     CalibrationWarning,
                     stacklevel=2,
                 )
@@ -144,7 +145,7 @@ class Monitor:
         # A restored norm keeps the hooks of its layer.
         if not isinstance(layer, PointwiseNorm):
             return
-        if not layer.training or output.is_nested or output.numel() == 0:
+        if not layer.training or output.numel() == 0:
             return
         # By position or by keyword.
         x = (*args, *kwargs.values())[0]
