@@ -1,25 +1,24 @@
-"""Replace the norms of a model by point-wise layers, and put them back."""
+"""Replace the norms of a model by point-wise layers."""
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, listed
+from dynorm.errors import ArgumentError, ModelError, listed
 from dynorm.family import NAMES
 from dynorm.find.probe import has_other_forward
 from dynorm.find.recover import affine_of
-from dynorm.find.tokens import named_tensors
-from dynorm.guard import require_plain_model, require_values
+from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.plain import Plain
-from dynorm.replace.converted import Replaced, dynorm_layers, is_ours, replaced_by
+from dynorm.replace.converted import Replaced, dynorm_layers, replaced_by
 from dynorm.replace.options import LayerOptions, Target, chosen_options, options_by_glob
-from dynorm.replace.swap import original_, swap_, take_over_, tensor_like
+from dynorm.replace.swap import affine_tensors, swap_, take_over_, tensor_like
 from dynorm.site import UNIT_LENGTH, NormSite
 from dynorm.table import Table
 
@@ -57,8 +56,7 @@ class ConversionReport(Plain):
         rows = []
         layers = self.layers or [self.to] * len(self.converted)
         for site, layer in zip(self.converted, layers, strict=True):
-            shape = ", ".join(map(str, site.normalized_shape))
-            rows.append((site.path, f"{site.kind}({shape})", layer))
+            rows.append((site.path, f"{site.kind}({site.normalized_shape[0]})", layer))
         return str(Table(("site", "norm", "layer"), rows, self._notes(), self._title()))
 
     def summary(self) -> str:
@@ -144,17 +142,16 @@ def convert_(
     replaceable = []
     refused = []
     skipped = []
-    for site in sites:
+    for found in sites:
+        site = found
         is_named = not by_glob.keys().isdisjoint((site.path, *site.aliases))
-        if site.path not in options:
-            if site.refused is None:
-                skipped.append(site)
-        elif site.refused == UNIT_LENGTH and is_named:
-            replaceable.append(replace(site, refused=None))
+        if site.refused == UNIT_LENGTH and is_named:
+            site = replace(site, refused=None)
+        if site.path in options:
+            chosen = replaceable if site.refused is None else refused
+            chosen.append(site)
         elif site.refused is None:
-            replaceable.append(site)
-        else:
-            refused.append(site)
+            skipped.append(site)
     if not replaceable:
         reasons = "; ".join(f"{site.path or 'the model'}: {site.refused}" for site in refused)
         raise ModelError(
@@ -169,86 +166,13 @@ def convert_(
         new[norm] = _built(norm, site, options[site.path], tensor_like(norm, model), copies)
     _warn_of_adapters(modules, replaceable)
     # A shared parameter stays shared if the layer holds it in the same shape and without NaN.
-    same: dict[Tensor, nn.Parameter] = {}
-    changed: set[Tensor] = set()
-    for source, parameter in copies.items():
-        if torch.equal(source, parameter):
-            same[source] = parameter
-        else:
-            changed.add(source)
-    _require_unshared(model, new, changed)
+    same = {source: copy for source, copy in copies.items() if torch.equal(source, copy)}
+    _require_unshared(model, new, copies.keys() - same.keys())
     swap_(model, {**new, **same})
     names = [NAMES[options[site.path].kind] for site in replaceable]
     different = list(dict.fromkeys(names))
     name_by_site = names if len(different) > 1 else []
     return ConversionReport(", ".join(different), replaceable, refused, name_by_site, skipped)
-
-
-def restore_(model: nn.Module) -> nn.Module:
-    """Put the original norms back, bit for bit: undo :func:`convert_` and :func:`calibrate_`.
-
-    A layer whose norm is not known, because the model was saved and loaded with it, stays as it is.
-
-    Args:
-        model: a converted model. Its other weights are not changed back after training.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ModelError: the model has no point-wise layer, none whose norm is known (a loaded model), or
-            one that is sharded.
-
-    Warns:
-        CalibrationWarning: some layers stay; it names them.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-        >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
-        >>> type(dynorm.restore_(model)[1]).__name__
-        'LayerNorm'
-    """
-    layers = dynorm_layers(model)
-    require_values(model)
-    if not layers:
-        raise ModelError(
-            "the model must be converted, but it has no point-wise layer: there is nothing to "
-            "restore"
-        )
-    ours = {path: m for path, m in model.named_modules() if path in layers or is_ours(m)}
-    lost = [path for path, module in ours.items() if replaced_by(module) is None]
-    for path in lost:
-        # Only a DTensor has this method.
-        if any(hasattr(p, "full_tensor") for p in ours[path].parameters()):
-            raise ModelError(
-                f"the original norms must be known, but {path!r} dropped its norm when it was "
-                "sharded: restore the model before parallelize_module"
-            )
-    if len(lost) == len(ours):
-        raise ModelError(
-            f"the original norms must be known, but those of {', '.join(lost[:3])} are not: the "
-            "model was loaded, folded, or built with these layers; load the original model instead"
-        )
-    if lost:
-        warnings.warn(
-            f"left {', '.join(lost)} as they are: their norms are not known, because the model was "
-            "loaded, folded, or built with these layers",
-            CalibrationWarning,
-            stacklevel=2,
-        )
-    originals: dict[nn.Module, nn.Module] = {}
-    shared: dict[Tensor, Tensor] = {}
-    for layer in layers.values():
-        replaced = replaced_by(layer)
-        if replaced is None:
-            continue
-        norm = original_(layer).train(layer.training)
-        originals[layer] = norm
-        for name, tensor in _sources(norm, replaced.site).items():
-            if tensor is not None:
-                shared[getattr(layer, name)] = tensor
-    swap_(model, {**originals, **shared})
-    return model
 
 
 def _require_sites(model: nn.Module, sites: Sequence[NormSite]) -> None:
@@ -389,7 +313,7 @@ def _fill_(
     layer.requires_grad_(any(trained) or not trained)
     weight, bias = affine_of(norm, site)
     values = {"weight": weight, "bias": bias}
-    for name, source in _sources(norm, site).items():
+    for name, source in affine_tensors(norm, site).items():
         value = values[name]
         parameter = getattr(layer, name)
         if parameter is None or value is None:
@@ -405,19 +329,10 @@ def _fill_(
         setattr(layer, name, copies[source])
 
 
-def _sources(norm: nn.Module, site: NormSite) -> dict[str, Tensor | None]:
-    """Return the tensors that hold a norm's weight and bias."""
-    tensors = named_tensors(norm)
-    return {
-        "weight": tensors.get(site.weight_name or ""),
-        "bias": tensors.get(site.bias_name or ""),
-    }
-
-
 def _require_unshared(
     model: nn.Module,
     norms: Iterable[nn.Module],
-    changed: Set[Tensor],
+    changed: set[Tensor],
 ) -> None:
     """Refuse a parameter that other modules share, if the layer holds it in another shape or with NaN."""
     inside = {part for norm in norms for part in norm.modules()}

@@ -13,7 +13,7 @@ from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.plain import PlainRecord
 from dynorm.replace.converted import LAYER_NAMES, identity, is_ours
 from dynorm.replace.swap import swap_, tensor_like
-from dynorm.wrappers import plain_modules, without_wrappers
+from dynorm.wrappers import plain_modules
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,7 @@ class LayerSpec(PlainRecord):
     def from_dict(values: Mapping[str, Any]) -> "LayerSpec":
         """Return the spec that :meth:`to_dict` wrote; ArgumentError if it is not valid."""
         try:
-            # Earlier versions saved the names of wrappers too.
-            paths = tuple(map(without_wrappers, values["paths"]))
-            config = dict(values["config"])
-            # Earlier versions saved the place of an annealed layer in the order of calls.
-            config.pop("place", None)
-            spec = LayerSpec(values["layer"], config, paths)
+            spec = LayerSpec(values["layer"], dict(values["config"]), tuple(values["paths"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(
                 f"a layer needs the keys layer, paths and config, got {values!r}"

@@ -11,6 +11,7 @@ from dynorm.find.tokens import named_tensors
 from dynorm.guard import HOOK_TABLES, writes_of
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import Replaced, is_ours, replaced_by
+from dynorm.site import NormSite
 
 _NESTED = "_dynorm_use_nested_tensor"
 
@@ -75,6 +76,15 @@ def original_forward(layer: PointwiseNorm, *args: Tensor) -> Tensor:
             "original model in that dtype, in which find_norms refuses this norm"
         )
     return output
+
+
+def affine_tensors(norm: nn.Module, site: NormSite) -> dict[str, Tensor | None]:
+    """Return the tensors that hold a norm's weight and bias."""
+    tensors = named_tensors(norm)
+    return {
+        "weight": tensors.get(site.weight_name or ""),
+        "bias": tensors.get(site.bias_name or ""),
+    }
 
 
 def tensor_like(module: nn.Module, model: nn.Module) -> Tensor:

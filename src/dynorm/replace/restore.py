@@ -1,0 +1,72 @@
+"""Put the norms of a converted model back."""
+
+import warnings
+
+from torch import Tensor, nn
+
+from dynorm.errors import CalibrationWarning, ModelError
+from dynorm.guard import require_values
+from dynorm.replace.converted import dynorm_layers, is_ours, replaced_by
+from dynorm.replace.swap import affine_tensors, original_, swap_
+
+
+def restore_(model: nn.Module) -> nn.Module:
+    """Put the original norms back, bit for bit: undo :func:`convert_` and :func:`calibrate_`.
+
+    A layer whose norm is not known, because the model was saved and loaded with it, stays as it is.
+
+    Args:
+        model: a converted model. Its other weights are not changed back after training.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: the model has no point-wise layer, or none whose norm is known: it was loaded,
+            distilled or sharded; or its weights are offloaded.
+
+    Warns:
+        CalibrationWarning: some layers stay; it names them.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
+        >>> type(dynorm.restore_(model)[1]).__name__
+        'LayerNorm'
+    """
+    layers = dynorm_layers(model)
+    require_values(model)
+    if not layers:
+        raise ModelError(
+            "the model must be converted, but it has no point-wise layer: there is nothing to "
+            "restore"
+        )
+    originals: dict[nn.Module, nn.Module] = {}
+    shared: dict[Tensor, Tensor] = {}
+    lost = []
+    for path, module in model.named_modules():
+        replaced = replaced_by(module)
+        if replaced is None:
+            if path in layers or is_ours(module):
+                lost.append(path)
+            continue
+        layer = layers[path]
+        norm = original_(layer).train(layer.training)
+        originals[layer] = norm
+        for name, tensor in affine_tensors(norm, replaced.site).items():
+            if tensor is not None:
+                shared[getattr(layer, name)] = tensor
+    reason = "the model was loaded, distilled, folded or sharded, or built with these layers"
+    if not originals:
+        raise ModelError(
+            f"the original norms must be known, but those of {', '.join(lost[:3])} are not: "
+            f"{reason}; load the original model instead"
+        )
+    if lost:
+        warnings.warn(
+            f"left {', '.join(lost)} as they are: their norms are not known, because {reason}",
+            CalibrationWarning,
+            stacklevel=2,
+        )
+    swap_(model, {**originals, **shared})
+    return model
