@@ -1,263 +1,100 @@
-"""Measure the figures of docs/deploy.md, and write its tables: ``python -m benchmarks.deploy``.
+"""Export all-MiniLM-L6-v2 with its norms, with strict layers and with lines: ``python -m benchmarks.deploy``.
 
-It takes about half an hour on one core. Each part is written to benchmarks/results/deploy.json as
-soon as it is measured: the code that Inductor generates, the kinds of export and the dtypes of
-onnxruntime. ``--only code dtypes`` measures only these parts, and ``--only`` without a name measures
-none. The tables are always written.
+Each is exported to ONNX, compared with torch, and timed in onnxruntime side by side on one thread.
+The results, nodes, reductions over the channels and times, are benchmarks/results/deploy.json.
 """
 
-from __future__ import annotations
-
-import argparse
-import importlib.metadata
+import copy
+import io
 import json
-import logging
-import platform
-import re
-import warnings
-from collections.abc import Callable
+from collections import Counter
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
+import onnxruntime
 import torch
+from torch import Tensor, nn
 
-from benchmarks.tables import END, ROOT
-from dynorm.files import write_text
+import dynorm
+from benchmarks.timing import machine, measure, ratio
+from dynorm.jobs import encode, load_pretrained, make_batches
+from dynorm.jobs.texts import standard_library_docstrings
+from tools.demo_model import folder
 
-RESULTS = ROOT / "benchmarks" / "results" / "deploy.json"
-PAGE = ROOT / "docs" / "deploy.md"
-START = "<!-- {name}: made by python -m benchmarks.deploy -->"
-LAYERS = 2
-NAMES = {"gpt2": "GPT-2", "llama": "Llama", "bert": "BERT", "vit": "ViT"}
-LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "onnxruntime", "torchao")
-Row = dict[str, Any]
-
-
-def code() -> Row:
-    """Count what Inductor generates before and after conversion, and cut out one kernel."""
-    from benchmarks.compiled import converted, count, generated_code, inputs, kernels_of, tiny_model
-
-    figures: Row = {"layers": LAYERS, "models": {}}
-    for kind in NAMES:
-        plain = tiny_model(kind, LAYERS)
-        example = inputs(kind, 2, 8)
-        model = converted(plain, example)
-        before = generated_code(plain, example)
-        after = generated_code(model, example)
-        counts = {
-            "before": count(before).to_dict(),
-            "after": count(after).to_dict(),
-        }
-        figures["models"][kind] = counts
-        print(kind, counts, flush=True)
-        if kind == "bert":
-            figures["excerpt"] = residual_kernel(kernels_of(after))
-    return figures
+RESULTS = Path(__file__).parent / "results" / "deploy.json"
+REDUCTIONS = ("LayerNormalization", "ReduceMean", "ReduceSum", "ReduceMax", "ReduceL2")
+TOKENS = 128
+ROUNDS = 21
 
 
-def residual_kernel(kernels: dict[str, str]) -> Row:
-    """Return the name and the loop of the first kernel with a residual sum and a layer."""
-    for name, source in kernels.items():
-        if "add" in name and "sqrt" in name and "embedding" not in name:
-            return {"name": name, "lines": excerpt(source)}
-    raise LookupError("no kernel has a sum and a root")
+class Hidden(nn.Module):
+    """The model as a function of tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the last hidden states."""
+        return self.model(input_ids=ids, attention_mask=mask).last_hidden_state
 
 
-def excerpt(kernel: str) -> list[str]:
-    """Return the loop of a kernel, without casts of constants and lines that have only braces."""
-    start = kernel.index("        for(int64_t x0")
-    lines = []
-    for line in kernel[start:].splitlines():
-        plain = re.sub(r"static_cast<int64_t>\((\w+|[^()]*)\)", r"\1", line).strip()
-        if plain.startswith(("for(", "auto", "tmp")):
-            lines.append(plain)
-    return lines
+def exported(model: nn.Module, example: tuple[Tensor, Tensor]) -> bytes:
+    """Return the model as an ONNX file."""
+    buffer = io.BytesIO()
+    torch.onnx.export(Hidden(model).eval(), example, dynamo=True, verbose=False).save(buffer)
+    return buffer.getvalue()
 
 
-def dtypes() -> Any:
-    """Measure which dtypes onnxruntime runs."""
-    from benchmarks.exports import dtypes
-
-    return dtypes()
-
-
-def parity() -> Any:
-    """Measure how exact each road of export is."""
-    from benchmarks.exports import parity
-
-    return parity()
-
-
-PARTS: dict[str, Callable[[], Any]] = {
-    "code": code,
-    "parity": parity,
-    "dtypes": dtypes,
-}
-
-
-def load() -> Row:
-    """Return the measurements so far."""
-    if not RESULTS.exists():
-        return {}
-    return dict(json.loads(RESULTS.read_text("utf-8")))
-
-
-def answers_table() -> str:
-    """Return the figures that matter most, one row each."""
-    document = load()
-    code_of_bert = document["code"]["models"]["bert"]
-    errors = [row["error"] for row in document["parity"] if "error" in row]
-    lines = ["| measured | result |", "|---|---|"]
-
-    def add(name: str, result: str) -> None:
-        lines.append(f"| {name} | {result} |")
-
-    passes = _before_and_after(code_of_bert, "loops")
-    add("compiled BERT of two layers, passes over activations", passes)
-    add("the same, reductions", _before_and_after(code_of_bert, "reductions"))
-    add("exported models, largest error", f"{max(errors):.1e}")
-    nodes = _onnx_nodes(document["parity"], "bert", "norms_and_reductions")
-    add("ONNX graph of BERT, LayerNormalization and Reduce", nodes)
-    return "\n".join(lines)
-
-
-def _before_and_after(counts: dict[str, dict[str, int]], name: str) -> str:
-    """Return a count before and after the conversion."""
-    return f"{counts['before'][name]} → {counts['after'][name]}"
-
-
-def _onnx_nodes(rows: list[Row], kind: str, name: str) -> str:
-    """Return a count of nodes of a model's ONNX graph before and after the conversion."""
-    counts = {}
-    for row in rows:
-        if row["model"] == kind and "onnx" in row:
-            counts[row["onnx"]] = row[name]
-    return f"{counts['before']} → {counts['after']}"
-
-
-def code_table() -> str:
-    """Return one row per model."""
-    lines = [
-        "| model | passes over activations | reductions | generated kernels called | matrix "
-        "products, attention |",
-        "|---|---|---|---|---|",
-    ]
-    for kind, counts in load()["code"]["models"].items():
-        cells = [NAMES[kind]]
-        for name in ("loops", "reductions", "launches", "library"):
-            cells.append(_before_and_after(counts, name))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def code_excerpt() -> str:
-    """Return the loop of one generated kernel, indented."""
-    depth = 0
-    lines = ["```cpp"]
-    for line in load()["code"]["excerpt"]["lines"]:
-        lines.append("    " * depth + line)
-        if line.startswith("for("):
-            depth += 1
-    lines.append("```")
-    return "\n".join(lines)
-
-
-def parity_table() -> str:
-    """Return one row per kind of export, and the operators of the ONNX graphs."""
-    rows = load()["parity"]
-    errors: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if "road" in row:
-            errors.setdefault(row["road"], {})[row["model"]] = row["error"]
-    kinds = list(dict.fromkeys(row["model"] for row in rows))
-    heads = ["largest error"]
-    for kind in kinds:
-        heads.append(NAMES[kind])
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for road, error_of in errors.items():
-        cells = [road]
-        for kind in kinds:
-            cells.append(f"{error_of[kind]:.1e}")
-        lines.append(f"| {' | '.join(cells)} |")
-    titles = {
-        "nodes": "ONNX nodes",
-        "norms_and_reductions": "LayerNormalization and Reduce among them",
-    }
-    for name, title in titles.items():
-        cells = [title]
-        for kind in kinds:
-            cells.append(_onnx_nodes(rows, kind, name))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def dtype_table() -> str:
-    """Return one row per layer, one column per dtype."""
-    cells: dict[str, list[str]] = {}
-    dtypes_in_order: dict[str, None] = {}
-    for row in load()["dtypes"]:
-        dtypes_in_order[row["dtype"]] = None
-        layer = row["layer"]
-        if layer not in cells:
-            cells[layer] = [layer, " ".join(row["operators"])]
-        if row.get("error"):
-            cells[layer].append(f"{row['error']:.0e}")
-        else:
-            cells[layer].append(row.get("refused", "0"))
-    heads = ["layer", "operators", *dtypes_in_order]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for cells_of_layer in cells.values():
-        lines.append(f"| {' | '.join(cells_of_layer)} |")
-    return "\n".join(lines)
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    "answers": answers_table,
-    "code": code_table,
-    "excerpt": code_excerpt,
-    "parity": parity_table,
-    "dtypes": dtype_table,
-}
-
-
-def renewed() -> str:
-    """Return the text of the page with its tables made from the results."""
-    text = PAGE.read_text("utf-8")
-    for name, table in TABLES.items():
-        start = START.format(name=name)
-        before, rest = text.split(start)
-        _, after = rest.split(END, 1)
-        text = f"{before}{start}\n{table()}\n{END}{after}"
-    return text
+def session_of(content: bytes) -> onnxruntime.InferenceSession:
+    """Return an inference session on one thread."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
 def main() -> None:
-    """Measure, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only",
-        nargs="*",
-        choices=list(PARTS),
-        default=list(PARTS),
-        help="the parts to measure",
-    )
-    arguments = parser.parse_args()
-    # torch's exporters write many messages about themselves.
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    for name in arguments.only:
-        figures = PARTS[name]()
-        document = load()
-        document["machine"] = {
-            "processor": platform.machine(),
-            "threads": torch.get_num_threads(),
+    """Convert, export, compare, time, and write the file."""
+    pretrained = load_pretrained(folder())
+    texts = encode(pretrained, standard_library_docstrings()[::40])
+    batches = make_batches(pretrained, texts, 32)
+    models = {"its norms": pretrained.model}
+    for title, to in (("DyISRU", "dyisru"), ("a line, folded away", "linear")):
+        model = copy.deepcopy(pretrained.model)
+        sites = dynorm.find_norms(model, **batches[0])
+        dynorm.convert_(model, sites, to)
+        dynorm.calibrate_(model, batches)
+        dynorm.fold_(model, **batches[0])
+        models[title] = model.eval()
+    ids = torch.randint(1000, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    example = (ids, torch.ones_like(ids))
+    feed: dict[str, Any] = {}
+    calls = {}
+    rows = {}
+    for title, model in models.items():
+        content = exported(model, example)
+        session = session_of(content)
+        names = [node.name for node in session.get_inputs()]
+        feed = {name: value.numpy() for name, value in zip(names, example, strict=True)}
+        with torch.no_grad():
+            expected = Hidden(model)(*example).numpy()
+        (result,) = session.run(None, feed)
+        np.testing.assert_allclose(result, expected, rtol=1e-3, atol=1e-3)
+        kinds = Counter(node.op_type for node in onnx.load_from_string(content).graph.node)
+        rows[title] = {
+            "nodes": sum(kinds.values()),
+            "reductions": {kind: kinds[kind] for kind in REDUCTIONS if kinds[kind]},
         }
-        document["versions"] = {
-            library: importlib.metadata.version(library) for library in LIBRARIES
-        }
-        document[name] = figures
-        write_text(RESULTS, json.dumps(document, indent=1) + "\n")
-    write_text(PAGE, renewed())
+        calls[title] = partial(session.run, None, feed)
+    times = measure(calls, ROUNDS)
+    for title, row in rows.items():
+        row["time_over_norms"] = ratio(times[title], times["its norms"])
+        print(title, json.dumps(row), flush=True)
+    document = {"command": "python -m benchmarks.deploy", "machine": machine(), "rows": rows}
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,121 +1,282 @@
-"""Measure the loss of quality if all norms of a real encoder are replaced, with one recipe for all layers.
+"""Measure what a conversion loses, without training and distilled: ``python -m benchmarks.quality MODEL``.
 
-``python -m benchmarks.quality`` writes benchmarks/results/quality.json. Each layer is measured
-after closed-form calibration, and after joint refinement of the constants. The next stage is in
-benchmarks/distillation.py. A seed decides how the texts are split and ordered.
+MODEL is minilm, smollm2 or dinov2. Each run converts a copy, measures it on held-out data of
+several kinds, distils it, and measures again. Rows are added to benchmarks/results/quality.json;
+rows that are there are not measured again. ``--check`` measures the first untrained row of the
+model again, and fails if it is worse than the committed one by more than its noise.
 """
 
-from __future__ import annotations
-
 import argparse
+import copy
+import json
+import os
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.subjects import (
-    BATCH,
-    CALIBRATION_TEXTS,
-    HELD_OUT,
-    REFINE,
-    Row,
-    add_rows,
-    encoder,
-    fitted,
-    rows_so_far,
-)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# The layer, whether it has one constant per channel, and the most witnesses per site.
-Arm = tuple[str, bool, int]
-ARMS: tuple[Arm, ...] = (
-    ("dyisru", True, 0),
-    ("dyt", True, 0),
-    ("linear", True, 0),
-    ("derf", True, 0),
-    ("dyisru", False, 0),
-    ("dyt", False, 0),
-    ("linear", False, 0),
-    ("derf", False, 0),
-    ("dyisru", True, 1),
-    ("dyt", True, 1),
-    ("linear", True, 1),
-    ("dyisru", True, 2),
-    ("dyt", True, 2),
-    ("linear", True, 2),
-    ("dyisru", True, 4),
-    ("dyt", True, 4),
-    ("linear", True, 4),
-)
-RESULTS = Path(__file__).parent / "results" / "quality.json"
+import torch
+from torch import Tensor, nn
+
+import dynorm
+from dynorm.jobs import encode, load_pretrained, make_batches
+from dynorm.jobs.images import find_images
+from dynorm.jobs.inputs import image_inputs
+from dynorm.jobs.texts import split_texts, standard_library_docstrings
+from tools import pictures
+from tools.demo_model import folder
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
+# The figure by which rows are compared with the committed ones, and its noise.
+CHECKED = {"minilm": ("cosine_mean", 0.01), "smollm2": ("kl", 0.05), "dinov2": ("cosine_mean", 0.01)}
+EMBEDDING = ("cosine_mean", "cosine_min", "spearman", "neighbours")
+LANGUAGE = ("loss_difference", "kl", "kl_worst", "agreement")
+Batches = list[dict[str, Tensor]]
+Row = dict[str, Any]
 
 
-def measured(arm: Arm, seed: int) -> list[Row]:
-    """Convert the encoder, and return a row for each stage."""
-    layer, per_channel, witnesses = arm
-    subject = encoder(seed)
-    stages = fitted(subject, layer, seed, per_channel=per_channel, witnesses=witnesses)
-    rows = []
-    for stage, seconds in stages:
-        row: Row = {
-            "layer": layer,
-            "per_channel": per_channel,
-            "witnesses": witnesses,
-            "seed": seed,
+@dataclass
+class Subject:
+    """A model with its data.
+
+    Args:
+        model: the original.
+        calibration: batches to set the constants on.
+        fit: batches to refine and distil on, one per step; they are repeated if steps remain.
+        held_out: batches to measure on, for each kind of data.
+        figures: the figures of a report that count for this kind of model.
+    """
+
+    model: nn.Module
+    calibration: Batches
+    fit: Batches
+    held_out: dict[str, Batches]
+    figures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A conversion: the layer, its witnesses, and how long it is distilled."""
+
+    to: str
+    witnesses: int
+    steps: int
+
+
+RUNS = {
+    "minilm": [
+        Run("dyisru", 0, 400),
+        Run("linear", 0, 400),
+        Run("dyt", 0, 400),
+        Run("derf", 0, 400),
+        Run("dyisru", 4, 400),
+        Run("dyisru", 16, 400),
+    ],
+    "smollm2": [
+        Run("dyisru", 8, 240),
+        Run("dyisru", 16, 0),
+        Run("dyisru", 0, 0),
+        Run("linear", 0, 0),
+    ],
+    "dinov2": [
+        Run("dyisru", 0, 300),
+        Run("linear", 0, 300),
+        Run("dyisru", 4, 0),
+        Run("dyisru", 16, 0),
+    ],
+}
+
+
+def minilm() -> Subject:
+    """Return the encoder of texts; it is fitted to docstrings only."""
+    pretrained = load_pretrained(folder())
+    fit, docstrings = split_texts(standard_library_docstrings(), 512)
+    ids = encode(pretrained, fit)
+    kinds = {"docstrings": docstrings, "packages": packages(512), "licences": licences(256)}
+    held_out = {}
+    for kind, texts in kinds.items():
+        held_out[kind] = make_batches(pretrained, encode(pretrained, texts), 32)
+    return Subject(
+        pretrained.model,
+        make_batches(pretrained, ids[:256], 32, 0),
+        make_batches(pretrained, ids, 32, 0),
+        held_out,
+        EMBEDDING,
+    )
+
+
+def smollm2() -> Subject:
+    """Return the decoder, in blocks of 256 tokens; it is fitted to docstrings only."""
+    pretrained = load_pretrained(folder("smollm2"))
+    fit, docstrings = split_texts(standard_library_docstrings(whole=True), 96)
+    ids = encode(pretrained, fit, 256)
+    kinds = {
+        "docstrings": docstrings,
+        "packages": packages(512),
+        "licences": licences(512),
+        "C headers": headers(),
+    }
+    held_out = {}
+    for kind, texts in kinds.items():
+        held_out[kind] = make_batches(pretrained, encode(pretrained, texts, 256)[:8], 4)
+    generator = torch.Generator().manual_seed(0)
+    size = (4, 256)
+    drawn = torch.randint(pretrained.model.config.vocab_size, size, generator=generator)
+    held_out["random tokens"] = [{"input_ids": drawn, "attention_mask": torch.ones_like(drawn)}]
+    return Subject(
+        pretrained.model,
+        make_batches(pretrained, ids[:24], 2, 0),
+        make_batches(pretrained, ids, 4, 0),
+        held_out,
+        LANGUAGE,
+    )
+
+
+def dinov2() -> Subject:
+    """Return the encoder of images, on crops of photographs; held-out photographs are whole."""
+    pretrained = load_pretrained(folder("dinov2"))
+    readable, _ = find_images([pictures.gather(ROOT / "build" / "pictures")])
+    fit, held_out = split_texts(readable, 96, 0, "images")
+    inputs = image_inputs(pretrained, fit, held_out, {})
+    return Subject(
+        pretrained.model,
+        list(inputs.batches(inputs.fit[:128], 2, 0)),
+        list(inputs.batches(inputs.fit, 8, 0)),
+        {"photographs": list(inputs.batches(inputs.held_out, 8))},
+        EMBEDDING,
+    )
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "minilm": minilm,
+    "smollm2": smollm2,
+    "dinov2": dinov2,
+}
+
+
+def packages(count: int) -> list[str]:
+    """Return descriptions of Debian's installed packages."""
+    texts = []
+    for stanza in Path("/var/lib/dpkg/status").read_text("utf-8").split("\n\n"):
+        _, found, description = stanza.partition("\nDescription: ")
+        if found:
+            texts.append(re.sub(r"\s+", " ", description))
+    return random.Random(0).sample(texts, min(count, len(texts)))
+
+
+def licences(count: int) -> list[str]:
+    """Return paragraphs of Debian's common licences."""
+    texts = []
+    for file in sorted(Path("/usr/share/common-licenses").iterdir()):
+        if file.is_symlink():
+            continue
+        for paragraph in file.read_text("utf-8", errors="replace").split("\n\n"):
+            if len(paragraph) > 100:
+                texts.append(" ".join(paragraph.split()))
+    texts = list(dict.fromkeys(texts))
+    return random.Random(0).sample(texts, min(count, len(texts)))
+
+
+def headers() -> list[str]:
+    """Return the beginnings of C headers."""
+    files = random.Random(0).sample(sorted(Path("/usr/include").rglob("*.h")), 60)
+    return [file.read_text(errors="ignore")[:4000] for file in files]
+
+
+def measured(model: nn.Module, subject: Subject) -> Row:
+    """Return the figures of a converted model on each kind of data."""
+    row: Row = {}
+    for kind, batches in subject.held_out.items():
+        output = dynorm.measure(model, batches, original=subject.model).output
+        row[kind] = {name: round(getattr(output, name), 4) for name in subject.figures}
+    return row
+
+
+def rows(subject: Subject, run: Run, seed: int) -> Iterator[Row]:
+    """Convert a copy as ``dynorm convert`` does, and yield its figures after each stage."""
+    model = copy.deepcopy(subject.model)
+    about: Row = {"to": run.to, "witnesses": run.witnesses, "seed": seed}
+    started = time.process_time()
+
+    def row(stage: str, steps: int) -> Row:
+        seconds = round(time.process_time() - started)
+        return {
+            **about,
             "stage": stage,
+            "steps": steps,
+            "cpu_seconds": seconds,
+            **measured(model, subject),
         }
-        row |= subject.figures()
-        row["seconds"] = round(seconds, 1)
-        print(row, flush=True)
-        rows.append(row)
-    return rows
+
+    held_out = next(iter(subject.held_out.values()))
+    dynorm.convert_model(
+        model,
+        subject.calibration,
+        held_out=held_out,
+        to=run.to,
+        witnesses=run.witnesses,
+        refine=0,
+        steps=0,
+    )
+    yield row("calibrated", 0)
+    if run.steps:
+        dynorm.refine_(model, subject.fit[:50], steps=50)
+        dynorm.distill_(model, subject.fit, teacher=subject.model, steps=run.steps, seed=seed)
+        yield row("distilled", run.steps)
+
+
+def committed() -> dict[str, list[Row]]:
+    """Return the rows of the committed file, by model."""
+    if not RESULTS.exists():
+        return {}
+    document: dict[str, list[Row]] = json.loads(RESULTS.read_text("utf-8"))
+    return document
+
+
+def check(model: str, subject: Subject) -> None:
+    """Measure the first untrained row again, and exit with 1 if it is worse than the committed one."""
+    run = RUNS[model][0]
+    kind = next(iter(subject.held_out))
+    name, noise = CHECKED[model]
+    now = next(rows(subject, run, 0))[kind][name]
+    before = committed()[model][0][kind][name]
+    worse = now - before if name == "kl" else before - now
+    print(f"{model}, {kind}, {name}: {now:.4f}, committed {before:.4f}, noise {noise}")
+    if worse > noise:
+        sys.exit("worse than the committed figure by more than its noise")
 
 
 def main() -> None:
-    """Measure every layer and write the file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of calibration and refinement")
-    parser.add_argument(
-        "--layers",
-        nargs="+",
-        default=["dyisru", "dyt", "linear", "derf"],
-        help="the layers to run",
-    )
-    parser.add_argument(
-        "--witnesses",
-        nargs="+",
-        type=int,
-        default=[0, 1, 2, 4],
-        help="the numbers of witnesses to run",
-    )
-    arguments = parser.parse_args()
-    for seed in range(arguments.seeds):
-        for arm in ARMS:
-            layer, _, witnesses = arm
-            if layer not in arguments.layers or witnesses not in arguments.witnesses:
-                continue
-            done = [(arm_of(row), row["seed"]) for row in rows_so_far(RESULTS)]
-            if (arm, seed) not in done:
-                write(measured(arm, seed))
-
-
-def arm_of(row: Row) -> Arm:
-    """Return the arm of a row; a row without a number of witnesses had none."""
-    return row["layer"], row["per_channel"], row.get("witnesses", 0)
-
-
-def write(new: list[Row]) -> None:
-    """Add the rows of an arm, so that an interrupted run can continue from there."""
-    about = {
-        "model": "all-MiniLM-L6-v2, 13 LayerNorms",
-        "texts": "first paragraphs of the standard library's docstrings",
-        "held_out": HELD_OUT,
-        "calibration_texts": CALIBRATION_TEXTS,
-        "refine_steps": REFINE,
-        "batch": BATCH,
-    }
-    add_rows(RESULTS, about, new, order=place)
-
-
-def place(row: Row) -> tuple[int, int]:
-    """Return the key to sort rows by."""
-    return ARMS.index(arm_of(row)), row["seed"]
+    """Measure the rows that are missing, and write each as soon as it is there."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=SUBJECTS)
+    parser.add_argument("--runs", type=int, nargs="+", help="only these runs, from 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the distillation")
+    parser.add_argument("--check", action="store_true", help="compare one figure, write nothing")
+    options = parser.parse_args()
+    subject = SUBJECTS[options.model]()
+    if options.check:
+        check(options.model, subject)
+        return
+    chosen = options.runs or range(len(RUNS[options.model]))
+    for number in chosen:
+        run = RUNS[options.model][number]
+        key = (run.to, run.witnesses, options.seed)
+        known = committed().get(options.model, [])
+        if any((row["to"], row["witnesses"], row["seed"]) == key for row in known):
+            continue
+        for row in rows(subject, run, options.seed):
+            document = committed()
+            document.setdefault(options.model, []).append(row)
+            RESULTS.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
