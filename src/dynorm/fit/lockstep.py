@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.arguments import upcast
-from dynorm.batches import Batch, call
+from dynorm.batches import Batch, call, site_tokens, token_masks
 from dynorm.errors import DataError, ModelError
 from dynorm.guard import hooked, undisturbed
 from dynorm.layers import PointwiseNorm
@@ -27,6 +27,8 @@ from dynorm.replace.swap import original_forward
 
 # ``run`` is the PausedRun that this thread belongs to.
 _running = threading.local()
+# Inputs that differ less than this, relatively, count as the same.
+_SAME = 1e-3
 
 
 class _Closed(BaseException):
@@ -160,9 +162,29 @@ def stopping_at(layers: Iterable[PointwiseNorm]) -> Iterator[None]:
         yield
 
 
-# The inputs of the layers in a run with another batch may differ this much, relatively, from
-# those in a run with one batch.
-_SAME = 1e-3
+def fed_by_norms_only(
+    model: nn.Module, layers: Iterable[PointwiseNorm], batch: Batch
+) -> set[PointwiseNorm]:
+    """Return the layers whose inputs come from the outputs of other layers only, as in a post-norm encoder.
+
+    The batch runs once with all outputs 0. In a pre-norm model the residual stream passes the norms
+    by, so the tokens still differ. An input in which all tokens are alike has nothing but norms
+    before it.
+    """
+    masks = token_masks(batch)
+    alike: dict[PointwiseNorm, bool] = {}
+
+    def silence(layer: PointwiseNorm, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        x = site_tokens(layer, args[0], masks)
+        spread = (x - x.mean(0)).norm()
+        alike[layer] = alike.get(layer, True) and bool(spread <= _SAME * x.norm())
+        return torch.zeros_like(output)
+
+    with undisturbed(model, batch, attributes=True), hooked(layers, silence):
+        call(model, batch)
+    return {layer for layer, are_alike in alike.items() if are_alike}
+
+
 # The other run continues with outputs of another size. So it differs even if the batches are equal.
 _OTHER_SIZE = 1.1
 
