@@ -13,7 +13,7 @@ from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_ma
 from dynorm.broadcast import layers_from_first_rank_
 from dynorm.errors import CalibrationWarning
 from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, fed_by_norms_only, stopping_at
-from dynorm.fit.site_fit import SiteFit
+from dynorm.fit.site_fit import POST_NORM_LEAN, SiteFit
 from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
 from dynorm.layers import PointwiseNorm

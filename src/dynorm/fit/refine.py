@@ -1,16 +1,17 @@
 """Joint refinement: the constants of all layers together, by gradient steps on every site's squared error."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor, nn
 
 from dynorm.arguments import check_count, check_positive, upcast
-from dynorm.batches import Batch, call, cycled, iterate, site_tokens, token_masks
+from dynorm.batches import Batch, call, iterate, site_tokens, token_masks
+from dynorm.broadcast import layers_from_first_rank_
 from dynorm.errors import DataError, ModelError
 from dynorm.guard import (
     autocast,
@@ -23,10 +24,8 @@ from dynorm.guard import (
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.layers.groups import constant_rates
 from dynorm.plain import Plain
-from dynorm.ranks import BATCH, Ranks
 from dynorm.recipe import Recipe
 from dynorm.replace.converted import (
-    dynorm_layers,
     layers_without_norms,
     require_layers,
     warn_of_defaults,
@@ -34,8 +33,6 @@ from dynorm.replace.converted import (
 from dynorm.replace.original import Outputs, norm_outputs, recorded
 from dynorm.table import Table
 
-# The error is measured on this number of a list's batches, or on as many as the steps use.
-_MEASURED = 32
 # The parts of the way from the old constants to the new ones that are tried, the largest first.
 _PARTS = (1.0, 0.5, 0.25, 0.125)
 
@@ -78,7 +75,6 @@ def refine_(
     *,
     steps: int = Recipe.refine,
     lr: float = Recipe.refine_lr,
-    accumulate: int = 1,
     bf16: bool = Recipe.bf16,
 ) -> RefinementReport:
     r"""Refine the constants, weights and biases of all point-wise layers together, in place.
@@ -90,40 +86,36 @@ def refine_(
     and no label is needed, so this is still calibration. Each step costs a forward pass of the
     original and a forward and backward pass of the converted model.
 
-    The error is measured before the steps and after them, on the same batches: the first 32 of a
-    list, or all that the steps use if these are more. Of any other iterable they are those that the
-    steps use, which are kept in memory. If the steps have made the error larger, they are halved up
-    to three times. If that does not help, the old constants are put back, and the report says so
-    (more steps or a lower ``lr`` may help then). So the error never grows. Each measurement costs a
-    forward pass of both models over these batches: two take about as long as one step per batch.
+    The error is measured before the steps and after them, on the same batches. If the steps have
+    made it larger, they are halved up to three times. If that does not help, the old constants are
+    put back, and the report says so (more steps or a lower ``lr`` may help then). So the error
+    never grows. Each measurement costs a forward pass of both models over these batches: two take
+    about as long as one step per batch.
 
-    Under torch.distributed with an initialized group, call it on every rank, each with its own
-    share of the data. The loss of a step is then the mean over the ranks, so all get the same
-    constants: those of one process that accumulates the ranks' batches, in turn.
+    Under torch.distributed with an initialized group, call it on every rank: rank 0 refines on its
+    batches, and the others get its layers.
 
     A layer whose norm is not known, because the model was loaded with it, is left as it is.
 
     Args:
         model: a model that :func:`convert_` converted and :func:`calibrate_` calibrated.
-        batches: tensors, tuples or dicts, as for :func:`calibrate_`; gone through again when
-            ``steps`` asks for more.
+        batches: tensors, tuples or dicts, as for :func:`calibrate_`. At most one per step is read
+            and kept; if there are fewer, they are used again.
         steps: how many gradient steps.
         lr: the first learning rate; it warms up over a tenth of the steps and then falls to 0 as a
             cosine.
-        accumulate: how many batches make a step, one after another; its loss is the mean of theirs.
         bf16: run a float32 model under bfloat16 autocast; the report's errors are of that run.
 
     Returns:
         The number of steps and the mean relative error before and after, on the same batches.
 
     Raises:
-        ArgumentError: ``steps`` or ``accumulate`` is not a positive integer, or ``lr`` not positive.
+        ArgumentError: ``steps`` is not a positive integer, or ``lr`` not positive.
         ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model),
             or one that is still the norm (annealed, at t = 0), whose constants do not influence the
-            outputs; or another rank's layers differ.
-        DataError: no batch, a wrong one or one without tokens, a one-shot iterator with fewer
-            batches than steps, or a loss that is not finite; or another rank failed. The parameters
-            are then as they were, on every rank.
+            outputs; or its forward records no gradients.
+        DataError: no batch, a wrong one or one without tokens, or a loss that is not finite. The
+            parameters are then as they were.
 
     Warns:
         CalibrationWarning: layers have default constants.
@@ -137,110 +129,81 @@ def refine_(
         8
     """
     steps = check_count("steps", steps)
-    accumulate = check_count("accumulate", accumulate)
     check_positive("lr", lr)
-    ranks = Ranks()
-    with ranks.sharing_errors():
-        require_plain_model(model)
-        layers = list(require_layers(model, with_norms=True).values())
-        require_trainable(model)
-        for layer in layers:
-            if isinstance(layer, AnnealedNorm) and layer.position == 0:
-                raise ModelError(
-                    "a layer must be point-wise for its constants to be refined, but some are "
-                    "annealed ones at t = 0, which is the norm: convert_ to the layer they end as, "
-                    "or call set_anneal_ first"
-                )
-        ranks.require_alike(dynorm_layers(model).items())
-        warn_of_defaults(model)
+    require_plain_model(model)
+    layers = list(require_layers(model, with_norms=True).values())
+    require_trainable(model)
+    for layer in layers:
+        if isinstance(layer, AnnealedNorm) and layer.position == 0:
+            raise ModelError(
+                "a layer must be point-wise for its constants to be refined, but some are "
+                "annealed ones at t = 0, which is the norm: convert_ to the layer they end as, "
+                "or call set_anneal_ first"
+            )
+    warn_of_defaults(model)
+
+    def work() -> RefinementReport:
+        used = list(islice(iterate(batches), steps))
         with (
             # In inference mode nothing has a gradient.
             torch.inference_mode(False),
             unchanged_on_error(layers),
             undisturbed(model, evaluate=True),
-            ExitStack() as after,
+            _only_trainable(model, layers),
+            autocast(model, bf16),
         ):
-            # Only the layers' parameters require gradients meanwhile.
-            for parameter in model.parameters():
-                after.callback(parameter.requires_grad_, parameter.requires_grad)
-            model.requires_grad_(False)
-            for layer in layers:
-                layer.requires_grad_(True)
-            after.enter_context(autocast(model, bf16))
-            measured, feed = _feeds(batches, steps * accumulate)
-            groups = _groups(feed, accumulate)
-            report = _refine(model, layers, measured, groups, steps, lr, ranks)
-    return replace(report, left=layers_without_norms(model))
+            return _refine(model, layers, used, steps, lr)
+
+    return layers_from_first_rank_(model, work)
 
 
-def _feeds(
-    batches: Iterable[Batch],
-    count: int,
-) -> tuple[Iterable[Batch], Iterator[Batch]]:
-    """Return the batches to measure on, which can be gone through again, and ``count`` to take steps on."""
-    if isinstance(batches, Sequence):
-        return _First(batches, max(count, _MEASURED)), cycled(batches, count)
-    if isinstance(batches, Iterator):
-        used = list(cycled(batches, count))
-        return used, iter(used)
-    # The next pass may have another order.
-    used = list(islice(iterate(batches), count))
-    return used, chain(used, cycled(batches, count - len(used)))
-
-
-def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
-    """Yield the batches of each step, which follow each other."""
-    while group := list(islice(batches, size)):
-        yield group
-
-
-@dataclass(frozen=True)
-class _First:
-    """The first batches of a list, each taken only when it is needed, because the list may make it then."""
-
-    batches: Iterable[Batch]
-    count: int
-
-    def __iter__(self) -> Iterator[Batch]:
-        return islice(iterate(self.batches), self.count)
+@contextmanager
+def _only_trainable(model: nn.Module, layers: list[PointwiseNorm]) -> Iterator[None]:
+    """Let only the parameters of these layers require gradients while the context lasts."""
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        model.requires_grad_(False)
+        for layer in layers:
+            layer.requires_grad_(True)
+        yield
+    finally:
+        for parameter, required in before:
+            parameter.requires_grad_(required)
 
 
 def _refine(
     model: nn.Module,
     layers: list[PointwiseNorm],
-    measured: Iterable[Batch],
-    groups: Iterable[Sequence[Batch]],
+    batches: list[Batch],
     steps: int,
     lr: float,
-    ranks: Ranks,
 ) -> RefinementReport:
     """Take the steps, and go as far on their way as the error falls: all of it, a part, or nothing."""
+    left = layers_without_norms(model)
     parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
     before = [p.detach().clone() for p in parameters]
-    first = _mean_error(model, measured, ranks)
+    first = _mean_error(model, batches)
     if not math.isfinite(first):
         raise DataError(
             f"the mean site error must be finite, but is {first}: call calibrate_ first, or look "
             "for an overflow"
         )
-    after = _descend(model, layers, parameters, groups, steps, lr, ranks)
+    after = _descend(model, layers, parameters, batches, steps, lr)
     for part in _PARTS:
         for parameter, old, new in zip(parameters, before, after, strict=True):
             parameter.copy_(torch.lerp(upcast(old), new, part))
-        last = _mean_error(model, measured, ranks, finite=False)
+        last = _mean_error(model, batches, finite=False)
         # NaN is not below, so it counts as worse.
         if last < first:
-            return RefinementReport(steps, first, last, part)
+            return RefinementReport(steps, first, last, part, left)
     for parameter, old in zip(parameters, before, strict=True):
         parameter.copy_(old)
-    return RefinementReport(steps, first, first, 0.0)
+    return RefinementReport(steps, first, first, 0.0, left)
 
 
-def _mean_error(
-    model: nn.Module, batches: Iterable[Batch], ranks: Ranks, *, finite: bool = True
-) -> float:
-    """Return the root of the mean loss of the batches of all ranks; DataError if ``finite`` and a loss is not."""
-    losses: list[Tensor] = []
+def _mean_error(model: nn.Module, batches: list[Batch], *, finite: bool = True) -> float:
+    """Return the root of the mean loss of the batches; DataError if ``finite`` and a loss is not."""
+    total = 0.0
     with undisturbed(model):
         # A model that draws numbers draws the same ones each time.
         torch.manual_seed(0)
@@ -248,11 +211,8 @@ def _mean_error(
             loss = _loss(model, batch, norm_outputs(model, batch))
             if finite:
                 _require_finite("loss", loss, f"batch {number}")
-            losses.append(loss.double())
-    ranks.exchange(BATCH)
-    total = torch.stack(losses).sum()
-    sums = ranks.summed(torch.stack([total, total.new_tensor(len(losses))]))
-    return math.sqrt(sums[0] / sums[1])
+            total += float(loss)
+    return math.sqrt(total / len(batches))
 
 
 def _loss(model: nn.Module, batch: Batch, targets: Outputs) -> Tensor:
@@ -266,10 +226,9 @@ def _descend(
     model: nn.Module,
     layers: list[PointwiseNorm],
     parameters: list[nn.Parameter],
-    groups: Iterable[Sequence[Batch]],
+    batches: list[Batch],
     steps: int,
     lr: float,
-    ranks: Ranks,
 ) -> list[Tensor]:
     """Take the steps of Adam, and return the parameters after them, in at least float32."""
     rates: dict[nn.Parameter, float] = {}
@@ -288,23 +247,11 @@ def _descend(
         return min(1.0, (step + 1) / warm_up) * cosine
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    sizes = [master.numel() for master in masters]
-    for step, group in enumerate(groups):
-        reached: set[int] = set()
-        rows = []
-        for batch in group:
-            reached_by_batch, gradients = _gradients(model, parameters, batch, step)
-            reached |= reached_by_batch
-            rows.append(gradients)
-        # One that no rank's loss depends on gets no gradient, so that Adam leaves it as it is.
-        reached = set().union(*ranks.exchange(reached))
-        total = ranks.summed(torch.stack(rows).sum(0))
-        mean = total / (len(rows) * ranks.size)
-        for k, values in enumerate(torch.split(mean, sizes)):
-            master = masters[k]
-            master.grad = None
-            if k in reached:
-                master.grad = values.view_as(master).to(master.dtype)
+    for step, batch in enumerate(islice(cycle(batches), steps)):
+        gradients = _gradients(model, parameters, batch, step)
+        for master, gradient in zip(masters, gradients, strict=True):
+            # Without a gradient Adam leaves it as it is.
+            master.grad = None if gradient is None else gradient.to(master.dtype)
         _require_finite("gradient", torch.nn.utils.clip_grad_norm_(masters, 1.0), f"step {step}")
         # With another default device torch 2.10 would count its steps there.
         with torch.device("cpu"):
@@ -318,22 +265,18 @@ def _descend(
 
 def _gradients(
     model: nn.Module, parameters: list[nn.Parameter], batch: Batch, step: int
-) -> tuple[set[int], Tensor]:
-    """Return the positions of the parameters that a batch's loss depends on, and all gradients in one row."""
+) -> tuple[Tensor | None, ...]:
+    """Return the gradient of a batch's loss by each parameter; None if it does not depend on it."""
     targets = norm_outputs(model, batch)
     with torch.enable_grad(), recomputing(model):
         loss = _loss(model, batch, targets)
+    if not loss.requires_grad:
+        raise ModelError(
+            "the model's forward must record gradients for its constants to be refined, but it "
+            "runs under torch.no_grad or detaches: call the part of it that does not"
+        )
     _require_finite("loss", loss, f"step {step}")
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    reached = set()
-    row = []
-    for k, gradient in enumerate(gradients):
-        if gradient is None:
-            row.append(loss.new_zeros(parameters[k].numel()))
-        else:
-            reached.add(k)
-            row.append(gradient.detach().flatten().to(loss.dtype))
-    return reached, torch.cat(row).detach()
+    return torch.autograd.grad(loss, parameters, allow_unused=True)
 
 
 def _require_finite(what: str, value: Tensor, place: str) -> None:

@@ -139,7 +139,7 @@ def _convert_(
         center=recipe.center,
         witnesses=recipe.witnesses or 0,
     )
-    calibrate_(model, fit, lean=recipe.lean, tolerance=recipe.tolerance)
+    calibrate_(model, fit)
     if recipe.refine:
         refine_(model, fit, steps=recipe.refine, **recipe.refine_fields)
     if recipe.steps:

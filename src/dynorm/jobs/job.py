@@ -225,12 +225,8 @@ class Job:
             tracked = self.track(
                 self.ranks.share(batches), f"calibrating on {len(batches)} batches"
             )
-            fitted = calibrate_(
-                self.pretrained.model, tracked, lean=recipe.lean, tolerance=recipe.tolerance
-            )
+            fitted = calibrate_(self.pretrained.model, tracked)
             self.details["calibrate"] = fitted.to_dict() | {"samples": len(self.calibration)}
-        if any(site.errors for site in fitted.sites):
-            self.say(str(fitted))
 
     def refine_(self) -> None:
         """Refine all constants together."""

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dynorm.batches import Batch, token_masks, valid_tokens
 from dynorm.fit.witnesses import TokenScales
-from dynorm.ranks import Ranks
 from dynorm.site import NormSite
 
 # The most channels that are tried.
@@ -76,9 +75,7 @@ class SizeStats:
     """The running sums behind :class:`TokenSizes`; their memory does not grow with the tokens."""
 
     def __init__(self, site: NormSite) -> None:
-        # A report covers this process only, as its tokens and errors do.
-        ranks = Ranks(local=True)
-        self._scales = TokenScales(site.kind or "layernorm", site.eps, ranks, _MOST, least=0.0)
+        self._scales = TokenScales(site.kind or "layernorm", site.eps, _MOST, least=0.0)
         self._largest: list[LargeToken] = []
 
     def add(self, x: Tensor, sigma: Tensor, y: Tensor, places: Tensor) -> None:
