@@ -22,7 +22,7 @@ STEPS_dinov2 := 300
 LENGTH_GIVEN = $(if $(STEPS),--steps $(STEPS)) $(if $(MINUTES),--minutes $(MINUTES))
 LENGTH = $(if $(STEPS)$(MINUTES),$(LENGTH_GIVEN),--steps $(STEPS_$(MODEL)))
 
-.PHONY: setup demo models test floor architectures lint docs bench fold gone wire deploy quality retrieval distillation images draws check-figures paper activations study sanitize wheel clean
+.PHONY: setup demo models test floor architectures lint docs bench fold gone deploy quality retrieval distillation images draws check-figures paper activations study sanitize wheel clean
 
 KERNELS := src/dynorm/kernels/_native.abi3.so
 
@@ -142,10 +142,6 @@ gone: setup
 	$(BIN)/python -m benchmarks.auto --add $(addprefix build/gone/,$(addsuffix /report.json,dyisru 0.05 0.08))
 	$(BIN)/python -m benchmarks.encrypted
 	$(BIN)/python -m benchmarks.tables
-
-# What goes over the wire when a model is sharded: counted, in under a minute.
-wire: setup
-	$(BIN)/python -m benchmarks.wire
 
 # What compile, export, ONNX and int8 make of converted models: about an hour.
 deploy: setup .venv/models.stamp build/pictures

@@ -23,7 +23,6 @@ from dynorm.fit.site_fit import SiteFit
 from dynorm.fit.witnesses import TokenScales, Witnesses
 from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
 from dynorm.jobs.texts import standard_library_docstrings
-from dynorm.ranks import Ranks
 from dynorm.replace.converted import Replaced
 from dynorm.report.colours import COLOURS
 from dynorm.site import NormSite
@@ -65,9 +64,8 @@ def fitted(x: Tensor) -> SiteFit:
     layer = dynorm.DyISRU(channels, scale=(channels - 1) ** 0.5, elementwise_affine=False)
     layer.requires_grad_(False)
     norm = Replaced(nn.LayerNorm(channels), NormSite("", kind="layernorm"))
-    fit = SiteFit(layer, norm, Ranks())
-    fit.update(x, dynorm.functional.layer_norm(x), 1.0, torch.arange(len(x)))
-    fit.solve_()
+    fit = SiteFit(layer, norm)
+    fit.fit_(x, dynorm.functional.layer_norm(x))
     return fit
 
 
@@ -121,7 +119,7 @@ def draw_fit(axes: Axes, inputs: Tensor, fit: SiteFit) -> None:
 
 def witnesses_of(x: Tensor, most: int) -> Witnesses:
     """Return at most this number of witnesses of the tokens."""
-    scales = TokenScales("layernorm", 1e-12, Ranks(), most)
+    scales = TokenScales("layernorm", 1e-12, most)
     scales.update(x)
     return scales.choose()
 

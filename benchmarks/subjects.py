@@ -33,7 +33,6 @@ from dynorm.jobs.checkpoint import (
     make_batches,
 )
 from dynorm.jobs.texts import split_texts, standard_library_docstrings
-from dynorm.recipe import Recipe
 from dynorm.report.conversion import compare
 from tools.demo_model import folder
 
@@ -110,8 +109,6 @@ def fitted(
     subject: Subject,
     to: str,
     seed: int,
-    *,
-    tolerance: float = Recipe.tolerance,
     **options: Any,
 ) -> Iterator[tuple[str, float]]:
     """Convert, calibrate and refine; yield the name and the seconds of each stage after it."""
@@ -125,7 +122,7 @@ def fitted(
     layer = {"per_channel": False, "witnesses": 0, **options}
     dynorm.convert_(model, sites, to, **layer)
     started = time.perf_counter()
-    dynorm.calibrate_(model, to_calibrate, lean=0.7, tolerance=tolerance)
+    dynorm.calibrate_(model, to_calibrate)
     yield "calibrated", time.perf_counter() - started
     started = time.perf_counter()
     dynorm.refine_(model, to_refine, steps=REFINE)
@@ -136,7 +133,7 @@ def calibrate(model: Any, calibration: Batches, recipe: Any) -> None:
     """Convert a model by a filled recipe, and fit its constants site by site."""
     sites = dynorm.find_norms(model, **calibration[0])
     dynorm.convert_(model, sites, per_channel=recipe.per_channel, witnesses=recipe.witnesses)
-    dynorm.calibrate_(model, calibration, lean=recipe.lean)
+    dynorm.calibrate_(model, calibration)
 
 
 def _subject(pretrained: Pretrained, fit: list[str], held_out: list[str]) -> Subject:
