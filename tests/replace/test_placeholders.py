@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.errors import ModelError
-from dynorm.parallel import require_equal_ranks
 from tests.ecosystem.models import gpt2
 
 WORDS = r"'0\.weight'.*placeholder.*deepspeed\.zero\.GatheredParameters\(list\(model\.parameters\(\)\)\):`"
@@ -68,7 +67,6 @@ VERBS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "param_groups": ("dyt", lambda model: dynorm.param_groups(model, lr=1e-3)),
     "finalize_": ("annealed", lambda model: dynorm.finalize_(model, force=True)),
     "AnnealStart": ("annealed", lambda model: dynorm.AnnealStart(model).cancel_()),
-    "require_equal_ranks": ("dyisru", require_equal_ranks),
 }
 
 
