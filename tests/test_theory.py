@@ -166,9 +166,7 @@ def test_slope_factor() -> None:
     expected = 1 / (5 * x.std(-1, correction=0))
     assert_close(theory.layer_norm_slope_factor(x), expected, **exactly)
     assert_close(theory.layer_norm_slope_factor(x, keepdim=True), expected[..., None], **exactly)
-    assert_close(
-        theory.layer_norm_slope_factor(x, (0, 2)), 1 / (20 * x.std((0, 2), correction=0)), **exactly
-    )
+    assert_close(theory.layer_norm_slope_factor(x, 1), 1 / (3 * x.std(1, correction=0)), **exactly)
 
 
 def test_scaled_dyt_solves_equation_9() -> None:
@@ -234,14 +232,14 @@ def test_constants_of_tensors_and_of_floats_agree() -> None:
 
 
 @pytest.mark.parametrize("name", PER_CHANNEL)
-def test_dims(name: str) -> None:
+def test_dims_memory_and_transforms(name: str) -> None:
     function, x = PER_CHANNEL[name], randn(2, 3, 4, 5)
     assert_close(function(x, dim=1), function(x.movedim(1, -1)).movedim(-1, 1))
-    flat = function(x.flatten(2)).unflatten(2, (4, 5))
-    assert_close(function(x, dim=(2, 3)), flat)
-    assert_close(function(x, dim=(-1, 2)), flat)
-    across = function(x.permute(1, 3, 0, 2).flatten(2)).unflatten(2, (2, 4)).permute(2, 0, 3, 1)
-    assert_close(function(x, dim=(0, 2)), across)
+    stored = randn(5, 8)
+    assert_close(function(stored.T[::2]), function(stored.T[::2].contiguous()))
+    assert function(torch.ones(0, 5)).shape == (0, 5)
+    assert_close(torch.func.vmap(function)(x), function(x))
+    assert_close(torch.compile(function, fullgraph=True, backend="aot_eager")(x), function(x))
 
 
 @pytest.mark.parametrize("name", PER_CHANNEL)
@@ -250,22 +248,6 @@ def test_half_precision_is_single_precision_rounded_once(name: str) -> None:
     got = function(x)
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, function(x.float()).bfloat16())
-
-
-@pytest.mark.parametrize("name", PER_CHANNEL)
-def test_empty_batch_non_contiguous_and_meta(name: str) -> None:
-    function, stored = PER_CHANNEL[name], randn(5, 8)
-    assert function(torch.ones(0, 5)).shape == (0, 5)
-    assert_close(function(stored.T[::2]), function(stored.T[::2].contiguous()))
-    assert function(stored.to("meta")).shape == (5, 8)
-
-
-@pytest.mark.parametrize("name", PER_CHANNEL)
-def test_vmap_and_compile(name: str) -> None:
-    function, x = PER_CHANNEL[name], randn(3, 4, 5)
-    expected = function(x)
-    assert_close(torch.func.vmap(function)(x), expected)
-    assert_close(torch.compile(function, fullgraph=True, backend="aot_eager")(x), expected)
 
 
 @pytest.mark.parametrize("name", LEAVE_ONE_OUT)

@@ -89,62 +89,27 @@ def test_value(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_dims(name: str) -> None:
+def test_dims_and_none(name: str) -> None:
     function, _, constant = FUNCTIONS[name]
     x, (beta, weight, bias, center) = sample(4, C, 3), parameters()
-    wanted = function(
-        x.movedim(1, -1), constant(beta), weight, bias, center, **witnesses()
-    ).movedim(-1, 1)
-    assert_close(
-        function(x, constant(beta), weight, bias, center, dim=1, **witnesses()),
-        wanted,
-        rtol=0,
-        atol=0,
-    )
-    # Over several dimensions a witness is a position in the flattened normalised shape, in the
-    # order of dim.
-    x, shape = sample(3, 2, 4), (4, 2)
-    more = {
-        "witnesses": torch.tensor([6, 1]),
-        "gain": torch.tensor([2.0, 3.0], dtype=torch.float64),
-    }
-    beta, weight, bias, center = sample(4, 8, seed=2).abs() + 0.5
-    flat = x.permute(0, 2, 1).reshape(3, 8)
-    wanted = (
-        function(flat, constant(beta), weight, bias, center, **more)
-        .reshape(3, *shape)
-        .permute(0, 2, 1)
-    )
-    own = [p.reshape(shape) for p in (constant(beta), weight, bias, center)]
-    assert_close(function(x, *own, dim=(2, 1), **more), wanted, rtol=1e-14, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("none", [None, torch.empty(0, dtype=torch.int64)])
-def test_without_witnesses_it_is_the_function_of_one_channel_bit_for_bit(
-    name: str, none: Tensor | None
-) -> None:
-    function, _, constant = FUNCTIONS[name]
-    x, (beta, weight, bias, center) = sample(5, C).float(), parameters()
-    arguments = (x, constant(beta), weight, bias, center)
-    gain = None if none is None else torch.empty(0)
-    assert torch.equal(function(*arguments, witnesses=none, gain=gain), function(*arguments))
+    given = (constant(beta), weight, bias, center)
+    wanted = function(x.movedim(1, -1), *given, **witnesses()).movedim(-1, 1)
+    assert torch.equal(function(x, *given, dim=1, **witnesses()), wanted)
+    # Without witnesses it is the function of one channel, bit for bit.
+    none, no_gain = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    found = function(x, *given, dim=1, witnesses=none, gain=no_gain)
+    assert torch.equal(found, function(x, *given, dim=1))
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
-@pytest.mark.parametrize("dim", [-1, 1, (1, 2)])
-def test_with_all_channels_dyisru_is_rms_norm(eps: float, dim: int | tuple[int, ...]) -> None:
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_with_all_channels_dyisru_is_rms_norm(eps: float, dim: int) -> None:
     x = sample(4, 6, 3)
     # One value larger than all others together.
     x[0, 2, 1] = 1e6
-    assert_close(
-        theory.rms_norm_by_witnesses(x, eps, dim),
-        F.rms_norm(x, eps=eps, dim=dim),
-        rtol=1e-14,
-        atol=0,
-    )
-    own = theory.rms_norm_as_dyisru(x, eps, dim)
-    assert_close(theory.rms_norm_by_witnesses(x, eps, dim), own, rtol=1e-14, atol=0)
+    found = theory.rms_norm_by_witnesses(x, eps, dim)
+    assert_close(found, F.rms_norm(x, eps=eps, dim=dim), rtol=1e-14, atol=0)
+    assert_close(found, theory.rms_norm_as_dyisru(x, eps, dim), rtol=1e-14, atol=0)
 
 
 def test_with_some_channels_the_linear_map_is_a_partial_rms_norm() -> None:
@@ -179,19 +144,6 @@ def test_the_jacobian_is_the_closed_form() -> None:
     )
     others = [k for k in range(C) if k not in WITNESSES]
     assert not (found - found.diag().diag())[:, others].any()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_large_witness_shrinks_the_others(name: str) -> None:
-    function, _, constant = FUNCTIONS[name]
-    x = torch.ones(2, 4)
-    x[1, 3] = 1e3
-    one = torch.ones(())
-    y = function(x, constant(one), None, None, 0.0, witnesses=torch.tensor([3]))
-    limit = math.erf(0.25) * 1.5 if name == "derf" else 0.0
-    assert (y[1, :3] - limit).abs().max() < 0.01 < (y[0, :3] - limit).min()
-    # Its own value stays large.
-    assert y[1, 3] > 1.0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -236,18 +188,6 @@ def test_gradients_of_a_massive_witness_are_those_of_double_precision(
         assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_only_massive_channels_give_what_large_ones_do(name: str) -> None:
-    function, _, constant = FUNCTIONS[name]
-    alone = {"witnesses": torch.arange(8)}
-    huge, large = (
-        function(torch.full((8,), v), constant(torch.ones(1)), None, None, None, **alone)
-        for v in (3e38, 1e9)
-    )
-    assert_close(huge, large)
-    assert huge.abs().min() > 0.4
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("name", NAMES)
 def test_transforms(name: str) -> None:
@@ -260,17 +200,9 @@ def test_transforms(name: str) -> None:
     assert_close(torch.vmap(call)(x), call(x))
     tangent = sample(5, C, seed=9)
     _, found = torch.func.jvp(call, (x,), (tangent,))
-    step = 1e-6
-    assert_close(
-        found,
-        (call(x + step * tangent) - call(x - step * tangent)) / (2 * step),
-        rtol=1e-6,
-        atol=1e-6,
-    )
+    moved = (call(x + 1e-6 * tangent) - call(x - 1e-6 * tangent)) / 2e-6
+    assert_close(found, moved, rtol=1e-6, atol=1e-6)
     assert_close(torch.compile(call, fullgraph=True, backend="eager")(x), call(x))
-    assert function(
-        x.to("meta"), 1.0, None, None, None, witnesses=torch.tensor(WITNESSES, device="meta")
-    ).is_meta
 
 
 def test_closed_form_gain_keeps_the_expected_sum() -> None:
