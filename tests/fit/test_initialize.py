@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm import Derf, DyISRU, DyT, LinearControl
+from dynorm.errors import CalibrationWarning, DataError, ModelError
 
 
 def net(cls: Any, **options: Any) -> nn.Module:
@@ -23,7 +24,7 @@ def net(cls: Any, **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize("cls", [DyISRU, DyT, Derf, LinearControl])
 def test_the_slope_at_0_is_one_over_sigma(cls: Any) -> None:
-    model, x = net(cls, scale=5.0), 3 * torch.randn(200, 8)
+    model, x = net(cls, scale=6.0), 3 * torch.randn(200, 8)
     report = dynorm.init_from_batch_(model, x)
     h = x
     for layer in model:
@@ -35,20 +36,32 @@ def test_the_slope_at_0_is_one_over_sigma(cls: Any) -> None:
         h = layer(h).detach()
     assert list(report.beta) == ["1", "4"]
     assert report.sigma["4"] == pytest.approx(float(sigma), rel=1e-5)
-    assert report.beta["4"] == pytest.approx(25 * float(sigma) ** 2, rel=1e-4)
+    assert report.beta["4"] == pytest.approx(36 * float(sigma) ** 2, rel=1e-4)
 
 
-def test_beta_is_c_times_the_mean_square_with_the_default_scale() -> None:
-    model, x = nn.Sequential(DyISRU(8)), 3 * torch.randn(200, 8)
-    dynorm.init_from_batch_(model, x)
-    assert model[0].beta().item() == pytest.approx(8 * float(x.square().mean()), rel=1e-5)
+@pytest.mark.parametrize("center", [False, True])
+def test_beta_is_c_times_the_mean_square_about_the_centre(center: bool) -> None:
+    layer, x = DyISRU(8, center=center), 3 * torch.randn(200, 8) + 5
+    dynorm.init_from_batch_(nn.Sequential(layer), x)
+    middle = x.mean() if center else 0.0
+    assert layer.beta().item() == pytest.approx(8 * float((x - middle).square().mean()), rel=1e-5)
+    if center:
+        assert layer.center.item() == pytest.approx(float(x.mean()), rel=1e-5)
 
 
-def test_a_centre_is_set_to_the_mean_and_sigma_is_about_it() -> None:
-    model, x = nn.Sequential(DyISRU(8, center=True)), 3 * torch.randn(200, 8) + 5
-    dynorm.init_from_batch_(model, x)
-    assert model[0].center.item() == pytest.approx(float(x.mean()), rel=1e-5)
-    assert model[0].beta().item() == pytest.approx(8 * float(x.var(correction=0)), rel=1e-4)
+@pytest.mark.parametrize("cls", [DyISRU, Derf])
+def test_witnesses_carry_their_share_of_the_same_sum(cls: Any) -> None:
+    layer, x = cls(8, witnesses=(5, 2)), torch.randn(200, 8) * torch.arange(1.0, 9.0)
+    dynorm.init_from_batch_(nn.Sequential(layer), x, share=0.25)
+    total = 8 * float(x.square().mean())
+    assert layer.beta().item() == pytest.approx(0.75 * total, rel=1e-4)
+    witnessed = (x[:, [5, 2]].square() * layer.log_gain.exp()).sum(1).mean()
+    assert witnessed.item() == pytest.approx(0.25 * total, rel=1e-4)
+
+
+def test_a_bound_below_the_norms_is_named() -> None:
+    with pytest.warns(CalibrationWarning, match=r"'0'.*scale 1, where a norm gives.*sqrt\(C\)"):
+        dynorm.init_from_batch_(nn.Sequential(DyT(16, scale=1)), torch.randn(50, 16))
 
 
 def test_padding_is_left_out_and_the_rest_stays() -> None:
@@ -81,27 +94,21 @@ def test_errors_leave_the_constants_as_they_were() -> None:
     bad = torch.randn(4, 8)
     bad[1, 2] = math.nan
     for batch in (bad, torch.randn(4, 9), "text", torch.empty(0, 8)):
-        with pytest.raises(dynorm.errors.DataError):
+        with pytest.raises(DataError):
             dynorm.init_from_batch_(model, batch)
         assert all(torch.equal(v, before[name]) for name, v in model.state_dict().items())
-    with pytest.raises(dynorm.errors.DataError, match=r"^the batch.*str"):
-        dynorm.init_from_batch_(model, "text")
-    with pytest.raises(dynorm.errors.DataError, match=r"not.*same"):
+    with pytest.raises(DataError, match=r"not.*same"):
         dynorm.init_from_batch_(nn.Sequential(DyISRU(8)), torch.zeros(4, 8))
-    with pytest.raises(dynorm.errors.ModelError, match=r"point-wise.*layers"):
+    with pytest.raises(ModelError, match=r"point-wise.*layers"):
         dynorm.init_from_batch_(nn.Linear(8, 8), torch.randn(4, 8))
+    with pytest.raises(dynorm.errors.ArgumentError, match="share.*got 1"):
+        dynorm.init_from_batch_(model, torch.randn(4, 8), share=1)
 
 
 def test_layers_that_are_not_reached_are_named() -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.idle = DyISRU(8), DyISRU(8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
-    report = dynorm.init_from_batch_(Half(), torch.randn(4, 8))
-    assert report.unreached == ["idle"]
+    model = net(DyISRU)
+    model.idle = DyISRU(4)
+    model.forward = lambda x: model[1](model[0](x))
+    report = dynorm.init_from_batch_(model, torch.randn(4, 8))
+    assert report.unreached == ["4", "idle"]
     assert "idle: not reached" in str(report)
-    assert set(report.to_dict()) == {"beta", "sigma", "unreached"}

@@ -1,12 +1,16 @@
 """Constants for training from the first step: by theory, from one batch (closed form 5)."""
 
+import math
+import warnings
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from dynorm.batches import Batch, call, require_batch, site_tokens, token_masks
-from dynorm.errors import ArgumentError, DataError
+from dynorm.broadcast import layers_from_first_rank_
+from dynorm.errors import ArgumentError, CalibrationWarning, DataError
 from dynorm.guard import (
     hooked,
     require_plain_model,
@@ -14,9 +18,8 @@ from dynorm.guard import (
     unchanged_on_error,
     undisturbed,
 )
-from dynorm.layers import PointwiseNorm
+from dynorm.layers import LinearControl, PointwiseNorm
 from dynorm.plain import Plain
-from dynorm.ranks import Ranks
 from dynorm.replace.converted import require_layers
 from dynorm.table import Column, Table
 
@@ -60,7 +63,7 @@ def init_from_batch_(model: nn.Module, batch: Batch, *, share: float = 0.1) -> I
     :math:`\beta = (1 - p) \beta_0` and :math:`g = p \beta_0 / \langle \sum_k (x_k - c)^2 \rangle` for each of them.
     The model is run once. Each layer is set as it is reached, so the next ones see the inputs of
     the new model. Weights and biases stay. Under torch.distributed with an initialized group, call
-    it on every rank, each with its own share of the batch: all get the same constants.
+    it on every rank: rank 0 sets the constants from its batch, and all ranks get them.
 
     Args:
         model: a model with point-wise layers, built so or converted; plain, neither compiled nor
@@ -77,12 +80,15 @@ def init_from_batch_(model: nn.Module, batch: Batch, *, share: float = 0.1) -> I
         ArgumentError: ``share`` is not between 0 and 1.
         ModelError: the model has no point-wise layer, is compiled, wrapped or sharded, or another
             rank's layers differ.
-        DataError: the batch is of the wrong kind, the model cannot run it, it reaches no layer, the
-            input of a layer is not finite or all 0, or another rank failed or reached other layers.
-            The constants are then as they were, on every rank.
+        DataError: the batch is of the wrong kind, the model cannot run it, it reaches no layer, or
+            the input of a layer is not finite or all 0. The constants are then as they were.
+
+    Warns:
+        CalibrationWarning: a layer's bound is below what a norm gives on this batch, as that of
+            ``scale=1`` is.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(8, 8), dynorm.DyISRU(8), nn.Linear(8, 8), dynorm.DyT(8, scale=8**0.5))
+        >>> model = nn.Sequential(nn.Linear(8, 8), dynorm.DyISRU(8), nn.Linear(8, 8), dynorm.DyT(8))
         >>> report = dynorm.init_from_batch_(model, torch.randn(64, 8))
         >>> list(report.beta)
         ['1', '3']
@@ -95,39 +101,37 @@ def init_from_batch_(model: nn.Module, batch: Batch, *, share: float = 0.1) -> I
             f"share must be between 0 and 1, got {share!r}: the part of the sum that witnesses "
             "carry"
         )
-    ranks = Ranks()
+    return layers_from_first_rank_(model, partial(_initialize, model, batch, share))
+
+
+def _initialize(model: nn.Module, batch: Batch, share: float) -> InitializationReport:
+    """Set the constants in this process."""
+    require_plain_model(model)
+    layers = require_layers(model)
+    for path, layer in layers.items():
+        require_trainable(layer, path)
+    require_batch(batch)
+    masks = token_masks(batch)
+    paths = {layer: path for path, layer in layers.items()}
     sigma: dict[str, float] = {}
-    with ranks.sharing_errors():
-        require_plain_model(model)
-        layers = require_layers(model)
-        for path, layer in layers.items():
-            require_trainable(layer, path)
-        require_batch(batch)
-        ranks.require_alike(layers.items())
-        masks = token_masks(batch)
-        paths = {layer: path for path, layer in layers.items()}
 
-        def set_(layer: PointwiseNorm, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            path = paths[layer]
-            if path not in sigma:
-                ranks.require_same_place(path)
-                sigma[path] = _set_constants_(
-                    layer, site_tokens(layer, args[0], masks), path, share, ranks
-                )
-            return layer.forward(args[0])
+    def set_(layer: PointwiseNorm, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        path = paths[layer]
+        if path not in sigma:
+            tokens = site_tokens(layer, args[0], masks).double()
+            sigma[path] = _set_constants_(layer, tokens, path, share)
+        return layer.forward(args[0])
 
-        with (
-            unchanged_on_error(paths),
-            undisturbed(model, batch),
-            hooked(paths, set_),
-        ):
-            call(model, batch)
-            ranks.require_same_place()
-            if not sigma:
-                raise DataError(
-                    "the batch must reach at least one point-wise layer, but reached none: give "
-                    "another"
-                )
+    with (
+        unchanged_on_error(paths),
+        undisturbed(model, batch),
+        hooked(paths, set_),
+    ):
+        call(model, batch)
+        if not sigma:
+            raise DataError(
+                "the batch must reach at least one point-wise layer, but reached none: give another"
+            )
     beta = {}
     for path, layer in layers.items():
         if path in sigma:
@@ -135,32 +139,47 @@ def init_from_batch_(model: nn.Module, batch: Batch, *, share: float = 0.1) -> I
     return InitializationReport(beta, sigma, [path for path in layers if path not in sigma])
 
 
-def _set_constants_(
-    layer: PointwiseNorm, x: Tensor, path: str, share: float, ranks: Ranks
-) -> float:
+@torch.no_grad()
+def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str, share: float) -> float:
     """Set a layer's constants by its input, (tokens, C), and return the input's size."""
-    x = x.double()
-    count_here = x.new_tensor(x.numel())
-    sums = ranks.summed(torch.stack([count_here, x.sum(), x.square().sum()]))
-    count = float(sums[0])
-    mean = float(sums[1] / sums[0])
-    square = float(sums[2] / sums[0])
-    center = 0.0
-    if layer.center is not None:
-        center = mean
-    variance = square - center * center
-    if not (count > 0 and variance > 0 and layer.scale**2 * variance < float("inf")):
+    mean = float(x.mean())
+    center = 0.0 if layer.center is None else mean
+    variance = float((x - center).square().mean())
+    if not 0 < layer.scale**2 * variance < float("inf"):
         raise DataError(
             f"a layer's input must be finite and not all the same, but that of {path!r} has mean "
-            f"{mean:g} and mean square {square:g} over {int(count)} values: look for an overflow or an empty batch"
+            f"{mean:g} and mean square {variance:g} over {x.numel()} values: look for an overflow "
+            "or an empty batch"
         )
-    beta = x.new_tensor(layer.scale**2 * variance)
-    channels = list(layer.witness_channels)
-    if channels:
-        squares = (x[:, channels] - center).square().sum()
-        typical = ranks.summed(squares) / (sums[0] / x.shape[1])
-        typical = typical.clamp_min(_LEAST_SUM * beta / len(channels))
-        layer.fill_gains_((share * beta / typical).expand(len(channels)))
-        beta = (1 - share) * beta
-    layer.fill_constants_(beta, x.new_tensor(mean))
-    return float(variance**0.5)
+    _warn_of_bound(layer, x - center, path)
+    beta = layer.scale**2 * variance
+    if layer.log_gain is not None:
+        squares = (x[:, list(layer.witness_channels)] - center).square()
+        typical = max(float(squares.sum() / len(x)), _LEAST_SUM * beta / squares.shape[1])
+        layer.log_gain.fill_(math.log(share * beta / typical))
+        beta *= 1 - share
+    layer.set_slope_(beta)
+    for name in layer.constants[1:]:
+        layer.get_parameter(name).zero_()
+    if layer.center is not None:
+        layer.center.fill_(mean)
+    return variance**0.5
+
+
+def _warn_of_bound(layer: PointwiseNorm, u: Tensor, path: str) -> None:
+    """Warn if a norm of these tokens, (tokens, C), would give more than the layer can."""
+    if isinstance(layer, LinearControl):
+        return
+    sizes = u.square().mean(1).sqrt()
+    alive = sizes > 0
+    largest = float((u.abs().amax(1)[alive] / sizes[alive]).max())
+    # A token of one large channel is exactly at the bound.
+    if largest > abs(layer.scale) * (1 + 1e-6):
+        warnings.warn(
+            f"the layer {path!r} cannot give more than its scale {layer.scale:g}, where a norm "
+            f"gives up to {largest:.3g} on this batch: with the norm's slope it saturates early. "
+            "Leave scale out for the norm's own bound, sqrt(C), or keep the published constants of "
+            "scale=1 and do not call this function",
+            CalibrationWarning,
+            stacklevel=6,
+        )
