@@ -41,6 +41,7 @@ TOOLS = (
     ("find",),
     ("stream",),
     ("replace",),
+    ("broadcast",),
     ("fit",),
     ("train",),
     ("fold",),
@@ -276,6 +277,7 @@ def test_functional_imports_torch_and_the_errors_only() -> None:
         ("torch", "Tensor"),
         ("dynorm", "arguments"),
         ("dynorm", "errors"),
+        ("dynorm", "token_sums"),
     }
 
 

@@ -48,17 +48,13 @@ LAYERS: dict[str, type[layers.PointwiseNorm]] = {row.name: row.layer for row in 
 }
 """The layers by the name that ``convert_`` takes and that saved folders hold."""
 
-AUTO = "auto"
-"""The name that ``convert_`` takes if ``calibrate_`` is to choose the layer."""
-
 NAMES: dict[type, str] = {layer: name for name, layer in LAYERS.items()}  # the names by layer
 
 
 def layer_class(name: str | type) -> type[layers.PointwiseNorm]:
-    """Return the layer of a name, or the layer itself; for "auto" DyISRU, until one is chosen."""
+    """Return the layer of a name, or the layer itself."""
     if isinstance(name, type):
         name = NAMES.get(name, str(name))
-    known = LAYERS | {AUTO: layers.DyISRU}
-    if not isinstance(name, str) or name not in known:
-        raise ArgumentError(f"the layer must be one of {', '.join(known)}, got {name!r}")
-    return known[name]
+    if not isinstance(name, str) or name not in LAYERS:
+        raise ArgumentError(f"the layer must be one of {', '.join(LAYERS)}, got {name!r}")
+    return LAYERS[name]

@@ -123,7 +123,7 @@ def test_a_layer_that_is_the_norm_is_recovered(to: str, per_channel: bool) -> No
     truth = copy.deepcopy(layer)
     with torch.no_grad():
         # Candidates lie a quarter of a decade apart, but a linear layer has only one.
-        truth.fill_beta_(layer.beta() * (1.0 if to == "linear" else 10**0.5))
+        truth.set_slope_(layer.beta() * (1.0 if to == "linear" else 10**0.5))
         truth.weight.uniform_(0.5, 2.0)
         truth.bias.normal_()
     again = fit.SiteFit(layer, norm, Ranks())

@@ -124,7 +124,9 @@ def test_the_exported_graph_reduces_nothing_at_1_and_something_before(kind: str,
     for t, layers in ((1.0, 0), (0.0, 4), (0.5, 4)):
         for layer in model:
             layer.set_t_(t)
-        program = torch.export.export(model, (torch.randn(3, 8, 5).movedim(1, -1 if dim == -1 else 1),))
+        program = torch.export.export(
+            model, (torch.randn(3, 8, 5).movedim(1, -1 if dim == -1 else 1),)
+        )
         reducing = set()
         for node in program.run_decompositions().graph.nodes:
             if node.op == "call_function" and any(mark in str(node.target) for mark in marks):

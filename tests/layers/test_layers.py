@@ -108,7 +108,9 @@ def test_axes_and_sizes(kind: type[PointwiseNorm], channels: Any, dim: int, shap
         check(layer, torch.randn(shape, dtype=torch.float64), 1e-11)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)]
+)
 def test_mixed_dtypes(kind: type[PointwiseNorm], dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     for x_dtype, dtype in (dtypes, dtypes[::-1]):
         tolerance = max(TOLERANCES[x_dtype], TOLERANCES[dtype])

@@ -127,7 +127,7 @@ def test_copies_files_and_configs(kind: type[PointwiseNorm], options: dict[str, 
     next(layer.parameters()).requires_grad_(False)
     assert_same(layer, copy.deepcopy(layer))
     assert_same(layer, pickle.loads(pickle.dumps(layer)))
-    for extra in ({}, {name: 0.3 for name in kind.own_arguments}):
+    for extra in ({}, dict.fromkeys(kind.own_arguments, 0.3)):
         fresh = kind(6, **options, **extra)
         config = fresh.config()
         assert json.loads(json.dumps(config)) == config

@@ -158,11 +158,7 @@ def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str, share: float) ->
         typical = max(float(squares.sum() / len(x)), _LEAST_SUM * beta / squares.shape[1])
         layer.log_gain.fill_(math.log(share * beta / typical))
         beta *= 1 - share
-    layer.set_slope_(beta)
-    for name in layer.constants[1:]:
-        layer.get_parameter(name).zero_()
-    if layer.center is not None:
-        layer.center.fill_(mean)
+    layer.fill_constants_(beta, mean)
     return variance**0.5
 
 

@@ -1,18 +1,16 @@
 """A layer's call by a fused kernel, which knows one number per token and no witness."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dynorm import functional, kernels
 from dynorm.arguments import upcast
-
-if TYPE_CHECKING:
-    from dynorm.layers.pointwise import PointwiseNorm
+from dynorm.layers.module import PointwiseModule
 
 
-def by_kernel(layer: "PointwiseNorm", x: Tensor) -> Tensor | None:
+def by_kernel(layer: PointwiseModule, x: Tensor) -> Tensor | None:
     """Return a layer's function of x by a kernel; None if only the definition serves."""
     is_last = layer.dim in (-1, x.ndim - 1)
     moved = x if is_last else x.movedim(layer.dim, -1)
@@ -26,7 +24,7 @@ def by_kernel(layer: "PointwiseNorm", x: Tensor) -> Tensor | None:
     return y.movedim(-1, layer.dim)
 
 
-def _parameters(layer: "PointwiseNorm") -> kernels.Parameters:
+def _parameters(layer: PointwiseModule) -> kernels.Parameters:
     """Return the parameters in the order of the kernels.
 
     They are read from the dictionary of nn.Module, at a tenth of the time of its attributes: this
@@ -44,7 +42,7 @@ def _parameters(layer: "PointwiseNorm") -> kernels.Parameters:
 
 
 def _with_witnesses(
-    layer: "PointwiseNorm", x: Tensor, parameters: kernels.Parameters
+    layer: PointwiseModule, x: Tensor, parameters: kernels.Parameters
 ) -> Tensor | None:
     """Return y of x with its channels last, by a kernel that takes one number per token.
 

@@ -230,24 +230,14 @@ class PointwiseModule(nn.Module):
         """Return ``dim`` as a tuple of one."""
         return (self.dim,)
 
-    def fill_beta_(self, beta: Tensor) -> None:
-        """Set the slope by beta."""
-        self.set_slope_(beta)
-
     @torch.no_grad()
-    def fill_gains_(self, gains: Tensor) -> None:
-        """Set the gains of the witnesses, in their order."""
-        assert self.log_gain is not None
-        self.log_gain.copy_(gains.log())
-
-    @torch.no_grad()
-    def fill_constants_(self, beta: Tensor, center: Tensor) -> None:
+    def fill_constants_(self, beta: Tensor | float, center: Tensor | float) -> None:
         """Set the slope by ``beta``, the centre if there is one, and every other constant to 0."""
         self.set_slope_(beta)
         for name in self.constants[1:]:
-            getattr(self, name).zero_()
+            self.get_parameter(name).zero_()
         if self.center is not None:
-            self.center.copy_(center.expand(self.center.shape))
+            self.center.copy_(torch.as_tensor(center, device=self.center.device))
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, except device and dtype, as values for JSON."""
