@@ -247,7 +247,6 @@ def require_plain_model(model: nn.Module, *, wrapped: bool = False) -> None:
 
 def require_values(model: nn.Module) -> None:
     """Refuse a model with tensors whose values are elsewhere, or not there yet."""
-    require_gathered(model)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             raise ModelError(
@@ -265,6 +264,7 @@ def require_values(model: nn.Module) -> None:
         raise ModelError(
             f"the model's tensors must hold values, but {name!r} is on the meta device: {remedy}"
         )
+    require_gathered(model)
 
 
 def require_trainable(module: nn.Module, path: str = "") -> None:

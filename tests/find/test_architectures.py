@@ -18,101 +18,80 @@ transformers = pytest.importorskip("transformers")
 VOCABULARY = 64
 FIRST_TOKEN = 8  # Lower numbers may be special: padding, an image, the end.
 
-
-def by_name(value: Any, names: str) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), value)
-
-
-# Attributes of configs: a token is 32 wide, with 4 heads of 8, in 2 layers.
-SIZES: dict[str, Any] = {
-    **by_name(
+# Sizes of configs, and the attributes that have them: a token is 32 wide, with 4 heads of 8, in 2
+# layers.
+NAMES: list[tuple[Any, str]] = [
+    (
         32,
-        "hidden_size d_model n_embd dim embed_dim emb_dim encoder_embed_dim embedding_size "
-        "word_embed_dim",
+        """
+        hidden_size d_model n_embd dim embed_dim emb_dim encoder_embed_dim embedding_size
+        word_embed_dim attention_hidden_size word_embed_proj_dim projection_dim text_embed_dim
+        lru_width output_dim decoder_hidden_size attn_hidden_size hidden_dim out_hidden_size
+        d_embed output_hidden_size image_size max_source_positions
+        """,
     ),
-    **by_name(
-        32,
-        "attention_hidden_size word_embed_proj_dim projection_dim text_embed_dim lru_width "
-        "output_dim",
-    ),
-    **by_name(
-        32,
-        "decoder_hidden_size attn_hidden_size hidden_dim out_hidden_size d_embed "
-        "output_hidden_size",
-    ),
-    **by_name(
+    (
         2,
-        "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers depth "
-        "num_block_layers",
+        """
+        num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers depth
+        num_block_layers num_decoder_layers decoder_num_hidden_layers num_encoder_layers
+        encoder_num_hidden_layers num_experts_per_tok moe_topk moe_k num_experts_per_token
+        eos_token_id type_vocab_size
+        """,
     ),
-    **by_name(
-        2,
-        "num_decoder_layers decoder_num_hidden_layers num_encoder_layers encoder_num_hidden_layers",
-    ),
-    **by_name(
+    (
         4,
-        "num_attention_heads n_head n_heads num_heads encoder_attention_heads "
-        "decoder_attention_heads",
+        """
+        num_attention_heads n_head n_heads num_heads encoder_attention_heads
+        decoder_attention_heads num_key_value_heads n_head_kv num_kv_heads
+        decoder_num_attention_heads linear_num_key_heads linear_num_value_heads
+        decoder_num_key_value_heads encoder_num_attention_heads num_experts num_local_experts
+        n_routed_experts moe_num_experts attention_window num_conv_pos_embedding_groups
+        time_step_rank
+        """,
     ),
-    **by_name(
-        4,
-        "num_key_value_heads n_head_kv num_kv_heads decoder_num_attention_heads "
-        "linear_num_key_heads",
-    ),
-    **by_name(4, "linear_num_value_heads decoder_num_key_value_heads encoder_num_attention_heads"),
-    **by_name(
+    (
         8,
-        "head_dim attention_head_size d_kv kv_channels rotary_dim linear_key_head_dim "
-        "linear_value_head_dim",
+        """
+        head_dim attention_head_size d_kv kv_channels rotary_dim linear_key_head_dim
+        linear_value_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim state_size
+        mamba_d_state ssm_state_size d_state num_mel_bins patch_size sliding_window
+        hidden_size_per_layer_input laurel_rank num_conv_pos_embeddings
+        """,
     ),
-    **by_name(
+    (
         48,
-        "intermediate_size d_ff n_inner ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size "
-        "mlp_dim",
+        """
+        intermediate_size d_ff n_inner ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size
+        mlp_dim decoder_intermediate_size moe_intermediate_size shared_expert_intermediate_size
+        d_inner intermediate_size_mlp encoder_intermediate_size expert_ffn_hidden_size
+        """,
     ),
-    **by_name(
-        48,
-        "decoder_intermediate_size moe_intermediate_size shared_expert_intermediate_size d_inner",
-    ),
-    **by_name(48, "intermediate_size_mlp encoder_intermediate_size expert_ffn_hidden_size"),
-    **by_name(
+    (
         64,
-        "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions context_length",
+        """
+        max_position_embeddings n_positions n_ctx max_seq_len max_target_positions context_length
+        """,
     ),
-    **by_name(VOCABULARY, "vocab_size decoder_vocab_size vocab_size_per_layer_input"),
-    **by_name(4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
-    **by_name(2, "num_experts_per_tok moe_topk moe_k num_experts_per_token"),
-    **by_name(0, "pad_token_id"),
-    **by_name(1, "bos_token_id decoder_start_token_id"),
-    **by_name(2, "eos_token_id"),
-    **by_name(5, "image_token_id image_token_index video_token_id audio_token_id"),
-    **by_name(16, "q_lora_rank kv_lora_rank"),
-    **by_name(
-        8,
-        "qk_nope_head_dim qk_rope_head_dim v_head_dim state_size mamba_d_state ssm_state_size "
-        "d_state",
-    ),
-    **by_name(
+    (VOCABULARY, "vocab_size decoder_vocab_size vocab_size_per_layer_input"),
+    (0, "pad_token_id"),
+    (
         1,
-        "first_k_dense_replace topk_group n_group n_shared_experts num_global_layers "
-        "mamba_n_groups n_groups",
+        """
+        bos_token_id decoder_start_token_id first_k_dense_replace topk_group n_group
+        n_shared_experts num_global_layers mamba_n_groups n_groups
+        """,
     ),
-    **by_name(3, "num_channels in_channels in_chans"),
-    **by_name(
-        8,
-        "num_mel_bins patch_size sliding_window hidden_size_per_layer_input laurel_rank "
-        "num_conv_pos_embeddings",
-    ),
-    **by_name(4, "attention_window num_conv_pos_embedding_groups time_step_rank"),
-    **by_name([1, 1, 1, 1], "depths"),
-    **by_name([16, 32, 32, 64], "hidden_sizes"),
-    "image_size": 32,
-    "max_source_positions": 32,
-    "conv_dim": (32, 32),
-    "conv_kernel": (4, 3),
-    "conv_stride": (4, 2),
-    "type_vocab_size": 2,
-}
+    (5, "image_token_id image_token_index video_token_id audio_token_id"),
+    (16, "q_lora_rank kv_lora_rank"),
+    (3, "num_channels in_channels in_chans"),
+    ([1, 1, 1, 1], "depths"),
+    ([16, 32, 32, 64], "hidden_sizes"),
+    ((32, 32), "conv_dim"),
+    ((4, 3), "conv_kernel"),
+    ((4, 2), "conv_stride"),
+]
+SIZES = {name: size for size, names in NAMES for name in names.split()}
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 
