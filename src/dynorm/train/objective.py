@@ -106,7 +106,7 @@ def output_loss(ours: Any, theirs: object, batch: Batch) -> Tensor:
 
 def _mean_divergence(theirs: Tensor, ours: Tensor, batch: Batch) -> Tensor:
     """Return the mean divergence of the rows of logits (..., classes) that are not padding."""
-    valid = valid_tokens(theirs.shape, (-1,), token_masks(batch))
+    valid = valid_tokens(theirs.shape, -1, token_masks(batch))
     target_rows = theirs.flatten(0, -2)
     output_rows = ours.flatten(0, -2)
     if valid is not None:
