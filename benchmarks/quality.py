@@ -35,7 +35,11 @@ from tools.demo_model import folder
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
 # The figure by which rows are compared with the committed ones, and its noise.
-CHECKED = {"minilm": ("cosine_mean", 0.01), "smollm2": ("kl", 0.05), "dinov2": ("cosine_mean", 0.01)}
+CHECKED = {
+    "minilm": ("cosine_mean", 0.01),
+    "smollm2": ("kl", 0.05),
+    "dinov2": ("cosine_mean", 0.01),
+}
 EMBEDDING = ("cosine_mean", "cosine_min", "spearman", "neighbours")
 LANGUAGE = ("loss_difference", "kl", "kl_worst", "agreement")
 Batches = list[dict[str, Tensor]]

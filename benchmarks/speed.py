@@ -101,7 +101,8 @@ def check(module: nn.Module, x: Tensor, grad: Tensor) -> None:
         size = terms if isinstance(module, nn.LayerNorm) else math.sqrt(terms)
         pairs[f"gradient of {name}"] = (parameter.grad, exact_parameter.grad, size)
     for what, (result, reference, size) in pairs.items():
-        error = ((result.detach().double() - reference.detach()).abs() / (size + reference.abs())).max()
+        result, reference = result.detach(), reference.detach()
+        error = ((result.double() - reference).abs() / (size + reference.abs())).max()
         # A negated comparison also refuses NaN.
         if not float(error) <= tolerance:
             sys.exit(f"{module}: the {what} is off by {float(error):.2g}; nothing was timed")

@@ -112,7 +112,12 @@ def retrieval_table() -> str:
             ]
         )
     return lines_of(
-        ["all-MiniLM-L6-v2", "right package first", "mean reciprocal rank", "largest loss of a draw"],
+        [
+            "all-MiniLM-L6-v2",
+            "right package first",
+            "mean reciprocal rank",
+            "largest loss of a draw",
+        ],
         rows,
     )
 

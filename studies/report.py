@@ -72,7 +72,9 @@ def summarize(results: Mapping[str, Record]) -> dict[str, Any]:
     }
 
 
-def _losses_by_seed(part: Part, chosen: Settings, results: Mapping[str, Record]) -> dict[str, float]:
+def _losses_by_seed(
+    part: Part, chosen: Settings, results: Mapping[str, Record]
+) -> dict[str, float]:
     losses = {}
     for seed in (0, *part.seeds):
         name = Settings(**chosen.to_dict() | {"seed": seed}).name
