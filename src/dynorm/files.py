@@ -4,7 +4,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -59,18 +59,22 @@ def require_writable(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def replaced_directory(
-    directory: str | os.PathLike[str], *, overwrite: bool = False, keep_others: bool = True
+    directory: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    keep_others: bool = True,
+    markers: Sequence[str] = _MARKERS,
 ) -> Iterator[Path]:
     """Fill a new directory, and put it in the target's place when the block ends.
 
     After an error the old directory is unchanged. The new one is made next to the target, whose
-    parent must exist, and renamed. ``overwrite`` allows a target that is a saved model or empty.
-    ``keep_others`` keeps its files that are not written by any save, such as a tokenizer or a
+    parent must exist, and renamed. ``overwrite`` allows a target that is empty or has one of the
+    ``markers``, those of a saved model. ``keep_others`` keeps its files that are not written by any save, such as a tokenizer or a
     report, unless the block writes them. Failures are a StorageError.
     """
     # Replace the target of a link, not the link.
     target = Path(os.path.realpath(directory))
-    require_replaceable(target, overwrite)
+    require_replaceable(target, overwrite, markers)
     try:
         with tempfile.TemporaryDirectory(prefix=".dynorm-", dir=target.parent) as scratch:
             new = Path(scratch) / "new"
@@ -86,7 +90,7 @@ def replaced_directory(
         ) from error
 
 
-def require_replaceable(target: Path, overwrite: bool) -> None:
+def require_replaceable(target: Path, overwrite: bool, markers: Sequence[str] = _MARKERS) -> None:
     """Refuse a target that :func:`replaced_directory` would not replace."""
     if not target.parent.is_dir():
         raise StorageError(f"the parent of {target} must be a directory: make it first")
@@ -96,10 +100,10 @@ def require_replaceable(target: Path, overwrite: bool) -> None:
         raise StorageError(f"{target} must be a directory, but is a file: choose another")
     if not overwrite:
         raise StorageError(f"{target} must not exist yet: choose another, or pass overwrite=True")
-    if any(target.iterdir()) and not any((target / name).is_file() for name in _MARKERS):
+    if any(target.iterdir()) and not any((target / name).is_file() for name in markers):
         raise StorageError(
-            f"{target} must be a saved model or empty to be overwritten, but holds neither "
-            f"{' nor '.join(_MARKERS)}"
+            f"{target} must be written by dynorm or empty to be overwritten, but does not hold "
+            f"{' or '.join(markers)}"
         )
 
 

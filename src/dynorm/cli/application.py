@@ -4,14 +4,12 @@ import json
 import logging
 import os
 import re
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 
 from dynorm import version
 from dynorm.errors import ArgumentError, DynormError, require_library
@@ -115,16 +113,11 @@ def show(report: Any, as_json: bool) -> None:
     typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else str(report))
 
 
-def tracked(batches: Sequence[Any], description: str, console: Console) -> Iterator[Any]:
-    """Yield the batches and show a progress bar, which is full when the last batch is yielded."""
-    with Progress(*Progress.get_default_columns(), console=console) as progress:
-        task = progress.add_task(description, total=len(batches))
-        for batch in batches:
-            progress.advance(task)
-            yield batch
+def speaker(quiet: bool) -> Callable[[str], None]:
+    """Return a function that prints a line to standard error at once, or nothing."""
 
+    def say(line: str) -> None:
+        if not quiet:
+            print(line, file=sys.stderr, flush=True)
 
-def speaker(quiet: bool) -> tuple[Callable[[str], None], Callable[..., Iterator[Any]]]:
-    """Return a function that prints a line to standard error, and one that shows a bar there."""
-    console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
-    return partial(console.print, markup=False), partial(tracked, console=console)
+    return say

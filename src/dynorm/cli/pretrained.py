@@ -1,10 +1,10 @@
 """``dynorm convert``, ``dynorm inspect`` and ``dynorm fold``: jobs on a pretrained model."""
 
-import sys
-import warnings
+from __future__ import annotations
+
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,8 +13,8 @@ from dynorm.files import require_writable
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.jobs.job import JobOptions
-from dynorm.ranks import joined
-from dynorm.recipe import LAYER, PointWise, Recipe
+from dynorm.recipe import Recipe
+from dynorm.replace.options import REST, LayerOptions
 
 # Arguments and options of several commands.
 Model = Annotated[
@@ -29,9 +29,8 @@ Model = Annotated[
 Texts = Annotated[
     list[str] | None,
     typer.Option(
-        help="Text file or folder. "
-        "Each paragraph is a text; in a file without blank lines, each line. "
-        "Default: the docstrings of Python's standard library. Repeatable."
+        help="Text file or folder. Each paragraph is a text; in a file without blank lines, each "
+        "line. Default: the docstrings of Python's standard library. Repeatable."
     ),
 ]
 Images = Annotated[
@@ -50,18 +49,23 @@ MaxLength = Annotated[
         "texts are cut into. Default: 128, or 256 for a language model."
     ),
 ]
-Only = Annotated[
-    list[str] | None,
-    typer.Option(help="Select only norms whose path matches this glob. Repeatable."),
-]
-Skip = Annotated[
-    list[str] | None,
-    typer.Option(help="Leave norms unchanged if their path matches this glob. Repeatable."),
-]
 Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace a model that is already in OUT.")
-]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in OUT.")]
+
+
+def layers_of(words: list[str]) -> Any:
+    """Return the layer of ``--to NAME``, or the layers by globs of ``--to GLOB=NAME``."""
+    by_glob: dict[str, str | None] = {}
+    rest: str | None = LayerOptions.to
+    for word in words:
+        glob, _, name = word.rpartition("=")
+        layer = None if name == "keep" else name
+        if glob:
+            by_glob[glob] = layer
+        else:
+            rest = layer
+    # The first glob that matches a norm decides.
+    return by_glob | {REST: rest} if by_glob or rest is None else rest
 
 
 def _fields_of_options(context: typer.Context) -> dict[str, object]:
@@ -71,6 +75,8 @@ def _fields_of_options(context: typer.Context) -> dict[str, object]:
         source = context.get_parameter_source(field.name)
         if source is not None and source.name == "COMMANDLINE":
             values[field.name] = context.params[field.name]
+    if "to" in values:
+        values["to"] = layers_of(context.params["to"])
     return values
 
 
@@ -109,25 +115,24 @@ def convert(
         Path | None,
         typer.Option(
             help="JSON file of a recipe, such as the recipe.json of an earlier run. It has any of "
-            "the options below, and sites, with options for single norms. Options of the command "
-            "line replace those of the file."
+            "the options below. Options of the command line replace those of the file."
         ),
     ] = None,
     to: Annotated[
-        PointWise,
+        list[str] | None,
         typer.Option(
-            help="Layer that replaces the norms. auto takes the simplest one that is accurate "
-            "enough (see --tolerance)."
+            help="Layer in the place of the norms: dyisru, dyt, derf or linear. GLOB=NAME is for "
+            "the norms whose path matches the glob, and GLOB=keep leaves them. The first glob that "
+            f"matches decides. Default: {LayerOptions.to}. Repeatable."
         ),
-    ] = LAYER,
+    ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(help="Steps of distillation. Default: no distillation."),
+        typer.Option(
+            help="Steps of distillation, 0 for none. Default: 400 for a text encoder, 300 for a "
+            "model of language or images."
+        ),
     ] = Recipe.steps,
-    minutes: Annotated[
-        float | None,
-        typer.Option(help="Minutes of distillation, instead of --steps."),
-    ] = Recipe.minutes,
     refine: Annotated[
         int,
         typer.Option(help="Steps that train the constants of all layers together."),
@@ -135,8 +140,8 @@ def convert(
     held_out: Annotated[
         int,
         typer.Option(
-            help="Number of texts or images to set aside for measuring. With fewer "
-            "than twice this number, a quarter of them."
+            help="Number of texts or images to set aside for measuring. With fewer than twice this "
+            "number, a quarter of them."
         ),
     ] = Recipe.held_out,
     max_length: MaxLength = Recipe.max_length,
@@ -146,8 +151,6 @@ def convert(
             help="Batch size. Default: 32 texts, 4 blocks of a language model, or 8 images."
         ),
     ] = Recipe.batch,
-    only: Only = None,
-    skip: Skip = None,
     per_channel: Annotated[
         bool,
         typer.Option(
@@ -155,11 +158,10 @@ def convert(
         ),
     ] = Recipe.per_channel,
     witnesses: Annotated[
-        int | None,
+        int,
         typer.Option(
-            help="Largest number of channels from which each layer may estimate the size of a "
-            "token. With 0 a layer computes each channel from that channel only. "
-            "Default: 192, and at most a third of a norm's channels."
+            help="Number of channels, at most 16, from which each layer may estimate the size of a "
+            "token. With 0 each value depends on its own channel."
         ),
     ] = Recipe.witnesses,
     fold_means: Annotated[
@@ -169,19 +171,11 @@ def convert(
             help="First fold the means of LayerNorms into the weights, wherever that is exact.",
         ),
     ] = Recipe.fold_means,
-    tolerance: Annotated[
-        float,
-        typer.Option(
-            help="With --to auto: how far the error of a simpler layer may exceed that of the "
-            "best one."
-        ),
-    ] = Recipe.tolerance,
     seed: Seed = Recipe.seed,
     lr: Annotated[
         float | None,
         typer.Option(
-            help="Highest learning rate of the distillation. Default: from the width of the model "
-            "and trial steps on the first batch."
+            help="Highest learning rate of the distillation. Default: from the model's width."
         ),
     ] = Recipe.lr,
     bf16: Annotated[
@@ -194,7 +188,7 @@ def convert(
     ] = Recipe.bf16,
     accumulate: Annotated[
         int,
-        typer.Option(help="Batches per step of distillation, on each process of torchrun."),
+        typer.Option(help="Batches per step of distillation."),
     ] = Recipe.accumulate,
     checkpoints: Annotated[
         Path | None,
@@ -209,50 +203,26 @@ def convert(
             "Can be repeated. Default: nowhere."
         ),
     ] = None,
-    keep_on_interrupt: Annotated[
-        bool,
-        typer.Option(
-            "--keep-on-interrupt",
-            help="At Ctrl-C end the distillation early, keep what was trained if it is better, "
-            "measure and save.",
-        ),
-    ] = Recipe.keep_on_interrupt,
 ) -> None:
-    """Replace the norms of a pretrained model with point-wise layers, fit them, measure, save.
+    """Replace the norms of a pretrained model with point-wise layers, train them, measure, save.
 
-    Example: dynorm convert ./all-MiniLM-L6-v2 ./converted --minutes 4
+    Example: dynorm convert ./all-MiniLM-L6-v2 ./converted
     """
     quiet_libraries()
-    start = Recipe()
-    if recipe is not None:
-        start = Recipe.load(recipe)
-    chosen = start.changed(**_fields_of_options(context))
-    with joined(device) as ranks:
-        say, track = speaker(quiet=as_json or ranks.rank > 0)
-        if ranks.rank:
-            # The first process prints the warnings for all.
-            warnings.simplefilter("ignore")
-        options = JobOptions(
-            texts=texts or (),
-            images=images or (),
-            name=name,
-            device=device,
-            dtype=dtype,
-        )
-        report = convert_pretrained(
-            model,
-            out,
-            chosen,
-            keep_original=keep_original,
-            remote_code=remote_code,
-            overwrite=overwrite,
-            quiet=as_json or not sys.stderr.isatty(),
-            say=say,
-            track=track,
-            **options,
-        )
-        if not ranks.rank:
-            show(report, as_json)
+    start = Recipe() if recipe is None else Recipe.load(recipe)
+    report = convert_pretrained(
+        model,
+        out,
+        start.changed(**_fields_of_options(context)),
+        keep_original=keep_original,
+        remote_code=remote_code,
+        overwrite=overwrite,
+        say=speaker(quiet=as_json),
+        **JobOptions(
+            texts=texts or (), images=images or (), name=name, device=device, dtype=dtype
+        ),
+    )
+    show(report, as_json)
 
 
 @app.command()
@@ -267,16 +237,13 @@ def inspect(
     samples: Annotated[
         int,
         typer.Option(
-            help="Largest number of texts or images to fit on; as many again are "
-            "used to measure."
+            help="Largest number of texts or images to fit on; as many again are used to measure."
         ),
     ] = 256,
     name: Name = None,
     device: Device = "cpu",
     as_json: AsJson = False,
     max_length: MaxLength = Recipe.max_length,
-    only: Only = None,
-    skip: Skip = None,
     seed: Seed = Recipe.seed,
 ) -> None:
     """Find massive activations at a model's norms; compare DyT, DyISRU and a line on the outliers.
@@ -286,12 +253,14 @@ def inspect(
     quiet_libraries()
     if html is not None:
         require_writable(html)
-    recipe = Recipe(max_length=max_length, only=only or None, skip=skip or None, seed=seed)
-    say, track = speaker(quiet=as_json)
-    options = JobOptions(
-        texts=texts or (), images=images or (), name=name, device=device
+    say = speaker(quiet=as_json)
+    report = inspect_pretrained(
+        model,
+        Recipe(max_length=max_length, seed=seed),
+        samples=samples,
+        say=say,
+        **JobOptions(texts=texts or (), images=images or (), name=name, device=device),
     )
-    report = inspect_pretrained(model, recipe, samples=samples, say=say, track=track, **options)
     if html is not None:
         report.to_html(html)
         say(f"wrote {html}")
@@ -326,8 +295,6 @@ def fold(
         bool,
         typer.Option("--untie", help="Separate the head from the embedding if they share weights."),
     ] = False,
-    only: Only = None,
-    skip: Skip = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -338,14 +305,12 @@ def fold(
     quiet_libraries()
     from dynorm.jobs.fold import fold_pretrained
 
-    say, _ = speaker(quiet=as_json)
     options = {
         "affine": affine,
         "center": center,
         "add_bias": add_bias,
         "untie": untie,
         "redundant": redundant,
-        "only": only or None,
-        "skip": skip or None,
     }
+    say = speaker(quiet=as_json)
     show(fold_pretrained(model, out, options, overwrite=overwrite, say=say), as_json)

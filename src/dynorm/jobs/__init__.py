@@ -1,5 +1,7 @@
 """Work on transformers' models: the jobs of the command line."""
 
-from dynorm.jobs.checkpoint import Pretrained, encode, load_pretrained, make_batches
+from dynorm.jobs.checkpoint import load_pretrained
+from dynorm.jobs.inputs import make_batches
+from dynorm.jobs.pretrained import Pretrained, encode
 
 __all__ = ["Pretrained", "encode", "load_pretrained", "make_batches"]

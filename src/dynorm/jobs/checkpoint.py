@@ -1,21 +1,20 @@
-"""Pretrained models of transformers in folders: load one, and turn texts into its batches."""
+"""Pretrained models of transformers in folders: read the config, load model and tokenizer."""
+
+from __future__ import annotations
 
 import os
-import platform
-import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dynorm.errors import ArgumentError, DataError, StorageError, listed, readable, require_library
+from dynorm.errors import ArgumentError, StorageError, listed, readable, require_library
+from dynorm.jobs.pretrained import Pretrained
 from dynorm.jobs.write import WEIGHTS
 from dynorm.recipe import KINDS
-from dynorm.site import any_match
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,97 +24,7 @@ _ANY_MODEL = {"model", "models", "original", "checkpoint", "final", "weights", "
 _TOKENIZER = re.compile(
     r"tokenizer|vocab|merges|spiece|spm|sentencepiece|tekken|.*\.(?:model|spm)$"
 )
-
-
-@dataclass(frozen=True)
-class Pretrained:
-    """A model, with the tokenizer or processor that makes its inputs from texts or images.
-
-    Args:
-        model: the model, in eval mode.
-        tokenizer: its tokenizer or image processor.
-        language_model: whether it predicts the next token; if not, it is treated as an encoder.
-        source: the folder or file that it was loaded from.
-        remarks: a sentence about the weights that only the checkpoint has, and one about those
-            that only the model has.
-    """
-
-    model: nn.Module
-    tokenizer: Any
-    language_model: bool
-    source: Path
-    remarks: tuple[str, ...] = ()
-
-    def padded(self, ids: Sequence[list[int]]) -> dict[str, Tensor]:
-        """Return a batch of texts that :func:`encode` returned."""
-        padded = self.tokenizer.pad({"input_ids": ids}, return_tensors="pt")
-        return {"input_ids": padded["input_ids"], "attention_mask": padded["attention_mask"]}
-
-    def within_positions(self, max_length: int) -> int:
-        """Return ``max_length``, or the number of the model's positions if that is smaller."""
-        config = _text_config(self.model)
-        positions = getattr(config, "max_position_embeddings", None)
-        return min(max_length, positions or max_length)
-
-    @torch.no_grad()
-    def greedy(self, model: "PreTrainedModel", prompts: Sequence[list[int]], tokens: int) -> Tensor:
-        """Return the greedy continuations of prompts of equal length.
-
-        Each has ``tokens`` tokens: an end-of-text token does not stop it.
-        """
-        from transformers import GenerationConfig
-
-        ids = torch.tensor(prompts, device=next(model.parameters()).device)
-        before = model.generation_config
-        # The model's own may ask for samples, beams, penalties or another type of result.
-        model.generation_config = GenerationConfig(
-            eos_token_id=before.eos_token_id, pad_token_id=self.tokenizer.pad_token_id
-        )
-        try:
-            continued: Tensor = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                min_new_tokens=tokens,
-                max_new_tokens=tokens,
-            )
-        finally:
-            model.generation_config = before
-        return continued[:, ids.shape[1] :].cpu()
-
-
-def _text_config(model: "PreTrainedModel") -> object:
-    """Return the part of a model's config about its text model, or all of it."""
-    return getattr(model.config, "text_config", model.config)
-
-
-def local_source(source: str | Path) -> Path:
-    """Return the folder or file of a model, downloaded if the source is a name on the hub.
-
-    A name is a string, not a Path. It may end in "@revision". With HF_HUB_OFFLINE=1 only the cache of the hub is read.
-    """
-    if isinstance(source, Path) or Path(source).exists():
-        return Path(source)
-    name, _, revision = source.partition("@")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-        return Path(source)
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name, revision=revision or None))
-    # The library has many errors, for a missing repository, a missing network and others.
-    except Exception as error:
-        # Its messages have several lines.
-        reason = " ".join(str(error).split())
-        folder = Path(name).name
-        option = f" --revision {revision}" if revision else ""
-        raise StorageError(
-            "the model must be a folder with a config.json, a .gguf file, or a model on the hub "
-            f"within reach, but {source} is not here, and could not be downloaded: set "
-            "HF_HUB_OFFLINE=0 where there is a network, or run "
-            f"`hf download {name}{option} --local-dir {folder}` there, and give {folder} "
-            f"({reason:.300})"
-        ) from error
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float32") -> Pretrained:
@@ -150,6 +59,36 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
     return Checkpoint(source, device, dtype).load()
 
 
+def local_source(source: str | Path) -> Path:
+    """Return the folder or file of a model, downloaded if the source is a name on the hub.
+
+    A name is a string, not a Path. It may end in "@revision". With HF_HUB_OFFLINE=1 only the cache
+    of the hub is read.
+    """
+    if isinstance(source, Path) or Path(source).exists():
+        return Path(source)
+    name, _, revision = source.partition("@")
+    if not _HUB_NAME.fullmatch(name):
+        return Path(source)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision or None))
+    # The library has many errors, for a missing repository, a missing network and others.
+    except Exception as error:
+        # Its messages have several lines.
+        reason = " ".join(str(error).split())
+        folder = Path(name).name
+        option = f" --revision {revision}" if revision else ""
+        raise StorageError(
+            "the model must be a folder with a config.json, a .gguf file, or a model on the hub "
+            f"within reach, but {source} is not here, and could not be downloaded: set "
+            "HF_HUB_OFFLINE=0 where there is a network, or run "
+            f"`hf download {name}{option} --local-dir {folder}` there, and give {folder} "
+            f"({reason:.300})"
+        ) from error
+
+
 def model_name(source: Path) -> str:
     """Return the name of the model in a folder or GGUF file, for a report and a card.
 
@@ -169,13 +108,12 @@ def model_name(source: Path) -> str:
 
 def require_place(device: str, dtype: str) -> None:
     """Check that torch knows a dtype and can use a device, or raise ArgumentError."""
-    if dtype != "auto":
-        torch_dtype = getattr(torch, dtype, None)
-        if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
-            raise ArgumentError(
-                "dtype must be auto or a floating point dtype of torch, such as float32, got "
-                f"{dtype!r}"
-            )
+    torch_dtype = getattr(torch, dtype, None)
+    is_floating = isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point
+    if dtype != "auto" and not is_floating:
+        raise ArgumentError(
+            f"dtype must be auto or a floating point dtype of torch, such as float32, got {dtype!r}"
+        )
     try:
         torch.empty(0, device=device)
     # torch raises these for a device that is unknown, missing, or left out of its build.
@@ -192,31 +130,13 @@ class Checkpoint:
         import transformers
 
         require_place(device, dtype)
-        source = local_source(path)
-        self.source = source
+        self.source = local_source(path)
         self.device = device
         self.dtype = dtype
-        self.gguf = source.suffix == ".gguf" and source.is_file()
-        self.weights = source
-        if self.gguf:
-            require_library("gguf", "reading a GGUF file", "gguf")
-        elif (source / "config.json").is_file():
-            weights = [file for file in sorted(source.iterdir()) if file.suffix in WEIGHTS]
-            if weights:
-                self.weights = weights[0]
-        else:
-            reason = "has none" if source.exists() else "does not exist"
-            raise StorageError(
-                f"the model must be a folder with a config.json, but {source} {reason}: give a "
-                "folder written by save_pretrained, a .gguf file, or the name of a model on the hub"
-            )
-        if self.weights.suffix == ".safetensors":
-            from dynorm.hub.transformers import require_whole_weights
-
-            require_whole_weights(source)
+        self.gguf = self.source.suffix == ".gguf" and self.source.is_file()
+        self.weights = self._weights()
         self.config = self._read(transformers.AutoConfig)
         names = self.config.architectures or ["ForCausalLM" if self.gguf else ""]
-        self.language_model = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
         base = transformers.MODEL_MAPPING.get(type(self.config), None)
         if isinstance(base, tuple):
             base = base[0]
@@ -228,20 +148,39 @@ class Checkpoint:
             "ForImageClassification": transformers.AutoModelForImageClassification,
         }
         # Images are optional for such a model: given only texts, it is a language model.
-        with_images = (
+        if (
             self.kind == "texts"
             and type(self.config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
             and not self.config.is_encoder_decoder
-            and names[0].endswith("ForConditionalGeneration")
-        )
-        if with_images:
+        ):
             heads["ForConditionalGeneration"] = transformers.AutoModelForImageTextToText
-            self.language_model = True
         self.auto = transformers.AutoModel
         for ending, auto in heads.items():
             if any(name.endswith(ending) for name in names):
                 self.auto = auto
                 break
+        self.language_model = self.kind == "texts" and self.auto is not transformers.AutoModel
+
+    def _weights(self) -> Path:
+        """Return the file of the weights, or the folder that has several kinds."""
+        source = self.source
+        if self.gguf:
+            require_library("gguf", "reading a GGUF file", "gguf")
+            return source
+        if not (source / "config.json").is_file():
+            reason = "has none" if source.exists() else "does not exist"
+            raise StorageError(
+                f"the model must be a folder with a config.json, but {source} {reason}: give a "
+                "folder written by save_pretrained, a .gguf file, or the name of a model on the hub"
+            )
+        weights = [file for file in sorted(source.iterdir()) if file.suffix in WEIGHTS]
+        if not weights:
+            return source
+        if weights[0].suffix == ".safetensors":
+            from dynorm.hub.transformers import require_whole_weights
+
+            require_whole_weights(source)
+        return weights[0]
 
     def load(self) -> Pretrained:
         """Return the model and its tokenizer or processor, ready for batches."""
@@ -266,8 +205,8 @@ class Checkpoint:
         kind = self.kind
         if kind is None:
             raise ArgumentError(
-                f"the model must take one of {listed(KINDS)}, but {name} takes {self.takes}: "
-                "convert it in Python, with dynorm.convert_model"
+                f"the model must take {listed(set(KINDS.values()))}, but {name} takes "
+                f"{self.takes}: convert it in Python, with dynorm.convert_model"
             )
         others = [other for other, paths in samples.items() if other != kind and paths]
         # Texts are optional: the standard library's docstrings are the default.
@@ -278,24 +217,7 @@ class Checkpoint:
             )
         return kind
 
-    def require_modules(self, globs: Iterable[str]) -> None:
-        """Check that each glob matches a module of the model, without loading the weights."""
-        if not globs:
-            return
-        with (
-            readable(f"transformers must be able to read {self.weights} and its config"),
-            torch.device("meta"),
-        ):
-            model = self.auto.from_config(self.config)
-        paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-        for glob in globs:
-            if not any_match(paths, [glob]):
-                raise ArgumentError(
-                    f"the glob {glob!r} must match the path of a norm, but matches no module of "
-                    f"{type(model).__name__}"
-                )
-
-    def model(self, cls: Any) -> tuple["PreTrainedModel", tuple[str, ...]]:
+    def model(self, cls: Any) -> tuple[PreTrainedModel, tuple[str, ...]]:
         """Return the model in eval mode, and the remarks of :class:`Pretrained`.
 
         A checkpoint without all weights of the model is refused.
@@ -307,38 +229,38 @@ class Checkpoint:
             model.pooler = None
         return model.eval(), remarks
 
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer, or raise StorageError if it has none."""
         from transformers import AutoTokenizer
 
-        missing = f"{self.source} must hold the model's tokenizer, but has none of"
+        # transformers makes up a tokenizer, or its vocabulary, where the files are missing.
         if not self.gguf and not any(map(_TOKENIZER.match, os.listdir(self.source))):
-            raise StorageError(
-                f"{missing} its files (tokenizer.json, vocab.txt, ...): copy them there, or "
-                "convert the model in Python, with dynorm.convert_model"
-            )
+            raise self._lacks("tokenizer", "tokenizer.json, vocab.txt, ...")
         tokenizer = self._read(AutoTokenizer, f"the tokenizer in {self.source}")
-        # Tokenizers of characters or bytes have no vocabulary file. For the others transformers
-        # makes up a vocabulary if the file is missing.
+        # Tokenizers of characters or bytes have no vocabulary file.
         vocabulary = type(tokenizer).vocab_files_names
-        if self.gguf or not vocabulary:
-            return tokenizer
-        names = {*vocabulary.values(), "tokenizer.json"}
-        if not any((self.source / name).is_file() for name in names):
-            raise StorageError(f"{missing} {listed(names)}: copy them there")
+        if not self.gguf and vocabulary:
+            self._require_file("tokenizer", {*vocabulary.values(), "tokenizer.json"})
         return tokenizer
 
     def processor(self) -> Any:
-        """Return the processor of images; StorageError if it is missing."""
-        import transformers
+        """Return the processor of images, or raise StorageError if it is missing."""
+        from transformers import AutoImageProcessor
 
-        names = ("preprocessor_config.json", "processor_config.json")
+        names = {"preprocessor_config.json", "processor_config.json"}
+        self._require_file("image processor", names)
+        return self._read(AutoImageProcessor, f"the image processor in {self.source}")
+
+    def _require_file(self, part: str, names: set[str]) -> None:
+        """Check that the folder has one of the files of a part of the model."""
         if not any((self.source / name).is_file() for name in names):
-            raise StorageError(
-                f"{self.source} must hold the model's image processor, but has none of "
-                f"{listed(names)}: copy it"
-            )
-        return self._read(transformers.AutoImageProcessor, f"the image processor in {self.source}")
+            raise self._lacks(part, listed(names))
+
+    def _lacks(self, part: str, names: str) -> StorageError:
+        return StorageError(
+            f"{self.source} must hold the model's {part}, but has none of its files ({names}): "
+            "copy them there, or convert the model in Python, with dynorm.convert_model"
+        )
 
     def _read(self, cls: Any, title: str | None = None, **options: object) -> Any:
         folder = self.source
@@ -351,7 +273,7 @@ class Checkpoint:
 
 
 def _require_same_parts(
-    source: Path, model: "PreTrainedModel", info: dict[str, Any]
+    source: Path, model: PreTrainedModel, info: dict[str, Any]
 ) -> tuple[str, ...]:
     """Check that a checkpoint has all weights and no further layers; return remarks on the rest."""
     name = type(model).__name__
@@ -383,7 +305,7 @@ def _require_same_parts(
     return tuple(remarks)
 
 
-def _in_a_layer(model: "PreTrainedModel", key: str) -> bool:
+def _in_a_layer(model: PreTrainedModel, key: str) -> bool:
     """Whether a key's module would follow the last one of a list in the model's base."""
     module = model.base_model
     for name in key.split("."):
@@ -391,161 +313,3 @@ def _in_a_layer(model: "PreTrainedModel", key: str) -> bool:
             return True
         module = getattr(module, name, None)
     return False
-
-
-def require_known_words(
-    tokenizer: "PreTrainedTokenizerBase", encoded: Sequence[list[int]], size: int | None = None
-) -> None:
-    """Check that the tokenizer knows the texts, and that the model's vocabulary has their tokens.
-
-    ``size`` is the number of tokens in that vocabulary.
-    """
-    largest = max((max(ids) for ids in encoded if ids), default=0)
-    if size is not None and largest >= size:
-        raise DataError(
-            f"the tokenizer must give ids below the model's vocab_size of {size}, but gave "
-            f"{largest}: take the one that belongs to the model"
-        )
-    unknown = tokenizer.unk_token_id
-    if unknown is None:
-        # The backend may know an unknown token that tokenizer_config.json does not declare.
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        word = getattr(getattr(backend, "model", None), "unk_token", None)
-        if word is not None:
-            unknown = tokenizer.convert_tokens_to_ids(word)
-    special = {*tokenizer.all_special_ids, unknown}
-    lost = 0
-    for ids in encoded:
-        known = [i for i in ids if i not in special]
-        if len(known) <= ids.count(unknown):
-            lost += 1
-    if 2 * lost > len(encoded):
-        raise DataError(
-            f"the tokenizer must know the texts, but {lost} of {len(encoded)} became nothing or "
-            "unknown tokens: give texts in the model's language, or the tokenizer that belongs to "
-            "the model"
-        )
-
-
-def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) -> list[list[int]]:
-    """Turn texts into lists of token ids.
-
-    An encoder gets one list per text. For a language model the texts are joined and cut into
-    blocks; an incomplete last block is dropped.
-
-    Args:
-        pretrained: the model with its tokenizer.
-        texts: one or more texts.
-        max_length: the length of the longest list, and of a block; at most the number of the
-            model's positions is used.
-
-    Returns:
-        One list of token ids per text, or per block.
-
-    Raises:
-        DataError: there is no text or too little for a block, or the tokenizer or the model does
-            not know most of it.
-    """
-    if not texts:
-        raise DataError("there must be at least one text, got none")
-    max_length = pretrained.within_positions(max_length)
-    tokenizer = pretrained.tokenizer
-    options: dict[str, object] = {"truncation": True, "max_length": max_length}
-    if pretrained.language_model:
-        options = {"add_special_tokens": False}
-    encoded: list[list[int]] = tokenizer(list(texts), **options)["input_ids"]
-    config = _text_config(pretrained.model)
-    require_known_words(tokenizer, encoded, getattr(config, "vocab_size", None))
-    if not pretrained.language_model:
-        return encoded
-    joined: list[int] = []
-    for ids in encoded:
-        joined += ids
-        if tokenizer.eos_token_id is not None:
-            joined.append(tokenizer.eos_token_id)
-    starts = range(0, len(joined) - max_length + 1, max_length)
-    blocks = [joined[start : start + max_length] for start in starts]
-    if not blocks:
-        raise DataError(
-            f"texts must fill a block of {max_length} tokens, but they are {len(joined)} tokens: "
-            "give more"
-        )
-    return blocks
-
-
-@dataclass(frozen=True)
-class Batches(Sequence[dict[str, Tensor]]):
-    """Groups of samples, each made a batch when it is taken, so that memory holds only one."""
-
-    make: Callable[[Any], dict[str, Tensor]]
-    parts: Sequence[Sequence[object]]
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return Batches(self.make, self.parts[index])
-        return self.make(self.parts[index])
-
-
-def in_batches(
-    make: Callable[[Any], dict[str, Tensor]],
-    samples: Sequence[Any],
-    size: int,
-    seed: int | None = None,
-    length: Callable[[Any], float] = len,
-) -> Batches:
-    """Group samples of similar length into batches, from short to long; a seed shuffles these."""
-    ordered = sorted(samples, key=length)
-    parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
-    if seed is not None:
-        random.Random(seed).shuffle(parts)
-    return Batches(make, parts)
-
-
-def make_batches(
-    pretrained: Pretrained,
-    encoded: Sequence[list[int]],
-    batch_size: int = 32,
-    seed: int | None = None,
-) -> list[dict[str, Tensor]]:
-    """Return padded batches of texts of similar length, so that little is padding.
-
-    Args:
-        pretrained: the model with the tokenizer that pads.
-        encoded: the lists that :func:`encode` returned.
-        batch_size: texts per batch.
-        seed: shuffles the batches; None keeps them in order of length.
-    """
-    return list(in_batches(pretrained.padded, encoded, batch_size, seed))
-
-
-@dataclass
-class ShuffledBatches:
-    """Batches that are shuffled for each pass; ``make`` takes the samples, a size and a seed."""
-
-    make: Callable[[Sequence[Any], int, int], Sequence[dict[str, Tensor]]]
-    samples: Sequence[object]
-    batch_size: int
-    seed: int
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Begin the next pass."""
-        samples = random.Random(self.seed).sample(self.samples, len(self.samples))
-        self.seed += 1
-        return iter(self.make(samples, self.batch_size, self.seed))
-
-
-def library_versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
-    import transformers
-
-    from dynorm import version
-
-    return {
-        "dynorm": version.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
 from dynorm.errors import ArgumentError, require_library
 from dynorm.jobs.checkpoint import local_source
-from dynorm.jobs.job import JobOptions, Say, Track, load_job
-from dynorm.jobs.write import (
-    folders_of_modules,
-    require_output,
-    require_writable_with_code,
-    write_model,
-    write_out,
-)
+from dynorm.jobs.job import JobOptions, load_job
+from dynorm.jobs.stages import Data, Say, convert_in_stages_, silent
+from dynorm.jobs.write import RECIPE, require_output, require_writable_with_code, write_out
 from dynorm.recipe import Recipe
 from dynorm.report import ModelReport
-
-RECIPE = "recipe.json"
-"""The file of the recipe, next to the model."""
 
 
 def convert_pretrained(
@@ -30,84 +24,80 @@ def convert_pretrained(
     keep_original: bool = False,
     remote_code: bool = False,
     overwrite: bool = False,
-    quiet: bool = False,
-    say: Say = lambda line: None,
-    track: Track = lambda batches, description: batches,
+    say: Say = silent,
     **options: Unpack[JobOptions],
 ) -> ModelReport:
     """Convert a pretrained model and save it, with its report on held-out samples, in a folder.
 
-    ``source`` is a folder, a GGUF file, or the name of a model on the hub.
-    The folder ``out`` gets ``model`` (loadable), ``report.json``, ``report.html``, ``recipe.json`` and,
-    with ``keep_original``, the unchanged model as ``original``. With ``remote_code`` the model also
-    loads without dynorm, as in :func:`dynorm.save`. On several processes of torchrun, each
-    fits to its share of the samples, and the first one writes. ``say`` is called with a line at the
-    start of each stage; ``track`` is called with the batches of a stage and a description, and
-    returns them, for example with a progress bar. An error before the writing leaves nothing
-    behind.
+    ``source`` is a folder, a GGUF file, or the name of a model on the hub. The folder ``out`` gets
+    ``model`` (loadable), ``report.json``, ``report.html``, ``recipe.json`` and, with
+    ``keep_original``, the unchanged model as ``original``. It appears as a whole when all is done:
+    an error leaves nothing behind. With ``remote_code`` the model also loads without dynorm, as in
+    :func:`dynorm.save`. ``say`` is called with a line about each stage.
     """
     recipe = recipe or Recipe()
     out = Path(out)
     recipe.check()
-    require_point_wise(recipe)
+    _require_one_process()
     source = local_source(source)
     require_library("matplotlib", "the report's pictures", "plots")
-    names = ("model", "original") if keep_original else ("model",)
-    files = ("report.json", "report.html", RECIPE)
-    require_output(source, out, (*names, *files), overwrite=overwrite)
+    if recipe.steps != 0:
+        require_library("accelerate", "distillation (or --steps 0)", "transformers")
+    require_output(source, out, overwrite=overwrite)
     if recipe.checkpoints is not None:
-        checkpoints = Path(recipe.checkpoints)
-        for folder in (source, *(out / name for name in names)):
-            if checkpoints.resolve().is_relative_to(folder.resolve()):
-                raise ArgumentError(
-                    f"checkpoints must have a separate folder, but {checkpoints} is in {folder}"
-                )
-        require_output(checkpoints, checkpoints, (), overwrite=True)
-    folders_of_modules(source)
-    job = load_job(source, recipe, say, track, **options)
+        place = Path(recipe.checkpoints).resolve()
+        if place.is_relative_to(out.resolve()) or place.is_relative_to(source.resolve()):
+            raise ArgumentError(
+                f"checkpoints must have a separate folder, but {recipe.checkpoints} is in {out} or "
+                f"{source}"
+            )
+    job = load_job(source, recipe, say, **options)
     model = job.pretrained.model
-    remarks = job.pretrained.remarks
     if remote_code:
         require_writable_with_code(model)
-    noun = job.inputs.noun
-    to_fit = job.inputs.counts[f"{noun}_to_fit"]
-    held_out = len(job.inputs.held_out)
-    say(f"{type(model).__name__} from {source}, {noun}: {to_fit} to fit on, {held_out} held out")
-    for remark in remarks:
-        say(remark)
-    say(str(job.recipe))
-    job.convert_()
-    if job.recipe.refine:
-        job.refine_()
-    if job.recipe.steps:
-        job.distill_(quiet)
-    report = job.measure()
-    if job.ranks.rank:
-        return report
+    recipe = job.recipe
+    inputs = job.inputs
+    say(str(recipe))
+    # Samples that calibration has not seen, if there are any.
+    samples = inputs.fit[recipe.calibration :][: recipe.refine * recipe.batch] or inputs.fit
+    data = Data(
+        calibration=job.calibration_batches(),
+        refinement=job.batches(samples, recipe.seed),
+        training=job.shuffled_batches(),
+        held_out=job.batches(inputs.held_out),
+        compared=job.batches(inputs.held_out[: 2 * recipe.batch]),
+    )
+    report, original = convert_in_stages_(model, data, recipe, job.meta, say)
+    stages = report.meta["stages"]
+    stages["calibrate"]["samples"] = min(recipe.calibration, len(inputs.fit))
+    if recipe.refine:
+        stages["refine"]["samples"] = min(len(samples), recipe.refine * recipe.batch)
+    if report.output.worst is not None:
+        report.meta["worst_sample"] = inputs.name(report.output.worst)
+    if job.pretrained.language_model:
+        report = replace(report, continuations=job.continuations(original))
     write_out(
         model,
         source,
         out,
         overwrite,
         report,
+        original=original if keep_original else None,
+        recipe=recipe,
+        remote_code=remote_code,
         template="conversion.md",
         name=report.name,
-        remarks=remarks,
-        remote_code=remote_code,
+        remarks=job.pretrained.remarks,
     )
-    if keep_original:
-        write_model(job.original, source, out / "original", overwrite)
-    report.to_html(out / "report.html")
-    job.recipe.save(out / RECIPE)
     say(f"saved {out / 'model'}, {out / 'report.json'}, {out / 'report.html'} and {out / RECIPE}")
     return report
 
 
-def require_point_wise(recipe: Recipe) -> None:
-    """Refuse annealed layers, which are norms until they are trained."""
-    for layer in recipe.layers:
-        if layer.is_annealed:
-            raise ArgumentError(
-                f"to must be point-wise, but {layer.to!r} is a norm until its annealing ends: "
-                "train it with AnnealCallback"
-            )
+def _require_one_process() -> None:
+    """Refuse several processes, which would all write the same folder."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count > 1:
+        raise ArgumentError(
+            f"dynorm convert must run as one process, got {count} of torchrun: for several GPUs "
+            "call the verbs in a script, where distill_ trains on all processes"
+        )

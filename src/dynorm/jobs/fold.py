@@ -37,7 +37,7 @@ def fold_pretrained(
 
     folder = local_source(folder)
     out = Path(out)
-    require_output(folder, out, ("model", "report.json"), overwrite=overwrite)
+    require_output(folder, out, overwrite=overwrite)
     checkpoint = Checkpoint(folder, dtype="auto")
     names = checkpoint.config.architectures or [""]
     model_class = getattr(transformers, names[0], transformers.AutoModel)

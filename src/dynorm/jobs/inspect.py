@@ -6,13 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from dynorm.batches import arguments
 from dynorm.errors import ArgumentError
-from dynorm.find import find_norms
-from dynorm.jobs.job import JobOptions, Say, Track, load_job
+from dynorm.jobs.job import JobOptions, load_job
+from dynorm.jobs.stages import Say, silent
 from dynorm.recipe import Recipe
 from dynorm.report import InspectionReport, inspect_norms
-from dynorm.site import select_sites
 
 
 def inspect_pretrained(
@@ -20,8 +18,7 @@ def inspect_pretrained(
     recipe: Recipe | None = None,
     *,
     samples: int = 256,
-    say: Say = lambda line: None,
-    track: Track = lambda batches, description: batches,
+    say: Say = silent,
     **options: Unpack[JobOptions],
 ) -> InspectionReport:
     """Run :func:`dynorm.inspect_norms` on a pretrained model and texts or images.
@@ -33,23 +30,15 @@ def inspect_pretrained(
         raise ArgumentError(f"samples must be at least 1, got {samples}")
     recipe = recipe or Recipe()
     recipe.check()
-    job = load_job(source, replace(recipe, held_out=samples), say, track, **options)
-    model = job.pretrained.model
-    seed = recipe.seed
-    fitted = job.batches(job.inputs.fit[:samples])
+    job = load_job(source, replace(recipe, held_out=samples), say, **options)
     held_out = job.inputs.held_out[:samples]
-    _, example = arguments(model, fitted[0])
-    sites = find_norms(model, **example)
-    meta = job.meta | {"max_length": job.recipe.max_length, "seed": seed}
+    meta = job.meta | {"max_length": job.recipe.max_length, "seed": recipe.seed}
     meta[f"{job.inputs.noun}_held_out"] = len(held_out)
-    fit_on = track(fitted, "fitting")
-    tests = track(job.batches(held_out), "measuring")
     return inspect_norms(
-        model,
-        tests,
-        sites=select_sites(sites, recipe.only, recipe.skip),
-        fit_on=fit_on,
-        seed=seed,
+        job.pretrained.model,
+        job.batches(held_out),
+        fit_on=job.batches(job.inputs.fit[:samples]),
+        seed=recipe.seed,
         meta=meta,
         decode=getattr(job.pretrained.tokenizer, "convert_ids_to_tokens", None),
     )

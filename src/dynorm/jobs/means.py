@@ -22,7 +22,7 @@ from dynorm.fold.report import FOLDED, PARTLY
 from dynorm.guard import in_eval_mode, undisturbed
 from dynorm.plain import PlainRecord
 from dynorm.recipe import Recipe
-from dynorm.replace.options import chosen_options, options_by_glob
+from dynorm.replace.options import chosen_options
 from dynorm.stream.tensors import tensors_in
 
 # The relative error of the outputs that a fold may cause, in float32 and in a half.
@@ -94,7 +94,7 @@ def fold_means_(
     compared = others[::step][:_COMPARED]
     args, kwargs = arguments(model, batch)
     sites = find_norms(model, *args, **kwargs)
-    selected = chosen_options(sites, options_by_glob(recipe.target, recipe.base))
+    selected = chosen_options(sites, recipe.options_by_glob())
     paths = []
     for site in sites:
         if site.kind == "layernorm" and site.refused is None and site.path in selected:

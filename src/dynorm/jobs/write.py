@@ -1,25 +1,31 @@
 """Write a changed pretrained model, with the other files of its folder, a card and a report."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynorm.errors import ArgumentError, StorageError
+from dynorm.errors import ArgumentError, StorageError, listed
 from dynorm.files import replaced_directory, require_replaceable, require_writable, write_text
-from dynorm.hub.contents import contents_of
 from dynorm.replace.edits import is_changed
 from dynorm.report.rendering import rendered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from dynorm.recipe import Recipe
+
 _ENDINGS = ".safetensors .bin .pt .pth .ckpt .h5 .onnx .onnx_data .xml .msgpack .ot .gguf .tflite"
 WEIGHTS = frozenset(_ENDINGS.split())
 """The endings of files that hold weights."""
+REPORT = "report.json"
+PAGE = "report.html"
+RECIPE = "recipe.json"
+_WRITTEN = frozenset(["model", "original", REPORT, PAGE, RECIPE])
 CARD = "README.md"
 ORIGINAL = "README.original.md"
 # The metadata of the original's card that also hold for the changed model: a key and its lines.
@@ -28,93 +34,96 @@ _KEPT = re.compile(
 )
 
 
-def require_output(source: Path, out: Path, names: Sequence[str], *, overwrite: bool) -> None:
-    """Refuse an output that cannot be written or would replace its source, before any work is done.
+def require_output(source: Path, out: Path, *, overwrite: bool) -> None:
+    """Refuse an output that cannot be written or would replace something else, before any work.
 
-    ``names`` are the folders and files to write into ``out``; only files have a suffix.
+    It is a new or empty folder, or one of an earlier run, apart from its source.
     """
-    for name in names:
-        path = out / name
-        is_file = bool(path.suffix)
-        if source.resolve().is_relative_to(path.resolve()):
-            raise ArgumentError(
-                f"the output must not replace its own source, but {path} holds {source}"
-            )
-        if is_file and path.is_dir():
-            raise StorageError(
-                f"{path} must be a file, but is a folder: choose another output folder"
-            )
-        if path.exists():
-            if not overwrite:
-                raise StorageError(
-                    f"{path} exists already: choose another folder, or pass --overwrite"
-                )
-            if not is_file:
-                require_replaceable(Path(os.path.realpath(path)), overwrite)
-    parent = out.absolute()
+    here = source.resolve()
+    there = out.resolve()
+    if here.is_relative_to(there) or there.is_relative_to(here):
+        raise ArgumentError(
+            f"the output must be apart from its own source, but {out} holds {source}, or is in it"
+        )
+    parent = there
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise StorageError(
             f"the output must go into a folder that can be written, but {parent} cannot"
         )
+    if out.is_dir() and any(out.iterdir()):
+        require_replaceable(there, overwrite, (REPORT,))
+        others = {path.name for path in out.iterdir()} - _WRITTEN
+        if others:
+            raise StorageError(
+                f"{out} must hold only what an earlier run wrote, but has {listed(others)}: choose "
+                "another folder"
+            )
+    folders_of_modules(source)
 
 
 def write_out(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     source: Path,
     out: Path,
     overwrite: bool,
     report: Any,
     *,
+    original: PreTrainedModel | None = None,
+    recipe: Recipe | None = None,
     remote_code: bool = False,
     **card: object,
 ) -> None:
-    """Write a changed model and its card to ``out/model``, and its report to ``out/report.json``.
+    """Write a folder with a changed model and its report, as a whole or not at all.
 
-    ``card`` has arguments of :func:`write_card`.
+    It gets ``model`` with its card and ``report.json``; ``original``, if that is given; and with a
+    recipe ``recipe.json`` and ``report.html``. ``card`` has arguments of :func:`write_card`.
     """
-    require_writable(out / "report.json")
-    write_model(
-        model, source, out / "model", overwrite, remote_code=remote_code, report=report, **card
-    )
-    write_text(out / "report.json", json.dumps(report.to_dict(), indent=1) + "\n")
+    require_writable(out)
+    with replaced_directory(
+        out, overwrite=overwrite or out.is_dir(), keep_others=False, markers=(REPORT,)
+    ) as new:
+        loader = write_model(model, source, new / "model", remote_code=remote_code)
+        write_card(
+            new / "model",
+            loader=loader,
+            needs_dynorm=is_changed(model) and not remote_code,
+            needs_trust=remote_code,
+            report=report,
+            **card,
+        )
+        if original is not None:
+            write_model(original, source, new / "original")
+        write_text(new / REPORT, json.dumps(report.to_dict(), indent=1) + "\n")
+        if recipe is not None:
+            recipe.save(new / RECIPE)
+            report.to_html(new / PAGE)
 
 
 def write_model(
-    model: "PreTrainedModel",
-    source: Path,
-    folder: Path,
-    overwrite: bool,
-    *,
-    remote_code: bool = False,
-    **card: Any,
-) -> None:
+    model: PreTrainedModel, source: Path, folder: Path, *, remote_code: bool = False
+) -> str:
     """Write a model with the other files of its old folder, or the tokenizer of its GGUF file.
 
-    With ``remote_code`` the model loads without dynorm. ``card`` has arguments of
-    :func:`write_card`; without them no card is written.
+    With ``remote_code`` the model loads without dynorm. Returns the class of transformers that
+    loads it.
     """
     loader = type(model).__name__
-    with replaced_directory(folder, overwrite=overwrite, keep_others=False) as new:
-        if remote_code:
-            from dynorm.hub.code import write_with_code
+    if remote_code:
+        from dynorm.hub import save
 
-            write_with_code(model, contents_of(model), new)
-            loader = _auto_class(new)
-        else:
-            model.save_pretrained(os.fspath(new))
-        if source.is_file():
-            from transformers import AutoTokenizer
+        save(model, folder, remote_code=True)
+        loader = _auto_class(folder)
+    else:
+        model.save_pretrained(os.fspath(folder))
+    if source.is_file():
+        from transformers import AutoTokenizer
 
-            AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(new)
-        else:
-            _copy_rest(source.absolute(), new)
-        if card:
-            needs_dynorm = is_changed(model) and not remote_code
-            write_card(
-                new, loader=loader, needs_dynorm=needs_dynorm, needs_trust=remote_code, **card
-            )
+        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
+    else:
+        _copy_rest(source, folder)
+    return loader
 
 
 def require_writable_with_code(model: "PreTrainedModel") -> None:
@@ -163,28 +172,22 @@ def write_card(folder: Path, template: str, **values: object) -> None:
 def _copy_rest(source: Path, target: Path) -> None:
     """Copy the other files of a model's folder, such as the tokenizer and the card.
 
-    Left out are the original's weights in any format, hidden files, and the files of an earlier
-    run. The modules of sentence-transformers keep their weights.
+    Left out are the original's weights in any format, and hidden folders. The modules of
+    sentence-transformers keep their weights.
     """
     modules = folders_of_modules(source)
-    out = target.parent.absolute()
-    # The output folder may be the source, or contain it.
-    earlier_run = out / "model" if source.is_relative_to(out) else out
     for file in sorted(source.rglob("*")):
-        if not file.is_file():
-            continue
         name = file.relative_to(source)
         copy = target / name
-        if any(part.startswith(".") for part in name.parent.parts):
+        if not file.is_file() or copy.exists():
             continue
-        if file.is_relative_to(earlier_run) or file.is_relative_to(target.absolute()):
-            continue
+        is_hidden = any(part.startswith(".") for part in name.parent.parts)
         is_weights = file.suffix in WEIGHTS or name.name.endswith(".index.json")
-        if is_weights and not any(map(name.is_relative_to, modules)):
+        is_of_module = any(map(name.is_relative_to, modules))
+        if is_hidden or (is_weights and not is_of_module):
             continue
-        if not copy.exists():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, copy)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
 
 
 def folders_of_modules(source: Path) -> list[str]:

@@ -1,0 +1,256 @@
+"""The stages of a conversion, one after another: ``convert_model`` and the command share them."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynorm.batches import Batch, call
+from dynorm.errors import ModelError
+from dynorm.find import find_norms
+from dynorm.fit import calibrate_, refine_
+from dynorm.jobs.means import fold_means_
+from dynorm.guard import edited_parts, unchanged_on_error, undisturbed
+from dynorm.plain import JsonObject
+from dynorm.recipe import Recipe
+from dynorm.replace import convert_
+from dynorm.report import ModelReport, measure
+from dynorm.report.conversion import compare
+from dynorm.report.output import OutputReport
+from dynorm.train.distill import distill_
+
+Say = Callable[[str], None]
+# A forward and a backward pass of the model, and a forward pass of its original.
+_PASSES_OF_A_STEP = 5
+_PASSES_OF_A_FIT = 3
+# The weights of the original, those of the best stage, gradients and the two moments of Adam come
+# on top of the model's.
+_COPIES = 3
+_COPIES_IN_TRAINING = 6
+
+
+@dataclass(frozen=True)
+class Data:
+    """The batches of each stage."""
+
+    calibration: Sequence[Batch]
+    refinement: Sequence[Batch]
+    training: Iterable[Batch]
+    held_out: Sequence[Batch]
+    compared: Sequence[Batch]  # a few held-out batches, for a look at the model after each stage
+
+
+def silent(line: str) -> None:
+    """Say nothing."""
+
+
+def convert_in_stages_(
+    model: nn.Module, data: Data, recipe: Recipe, meta: JsonObject, say: Say = silent
+) -> tuple[ModelReport, nn.Module]:
+    """Convert a model by a recipe without None; return its report, and a copy of the original.
+
+    After the calibration, the refinement and the distillation the outputs for a few held-out
+    batches are compared with the original's. The model keeps the values of the stage with the least
+    loss there. After an error the model is as it was before.
+    """
+    batch = data.calibration[len(data.calibration) // 2]
+    sites = find_norms(model, batch)
+    original = _copied(model)
+    course = _Course(model, original, data.compared, say)
+    with _restored_on_error(model, original):
+        if recipe.fold_means:
+            means = fold_means_(model, batch, recipe, data.calibration)
+            sites = find_norms(model, batch)
+            if means is not None:
+                say(str(means))
+                course.details["fold_means"] = means.to_dict()
+        converted = convert_(
+            model,
+            sites,
+            recipe.to,
+            per_channel=recipe.per_channel,
+            center=recipe.center,
+            witnesses=recipe.witnesses,
+        )
+        say(converted.summary())
+        course.details["refused"] = [site.to_dict() for site in converted.refused]
+        course.details["skipped"] = [site.path for site in converted.skipped]
+        say(_plan(original, data, recipe))
+        untrained = course.run("calibrate", lambda: calibrate_(model, data.calibration))
+        say(_ways_on(untrained, recipe))
+        if recipe.refine:
+            course.run("refine", lambda: _refined(model, data, recipe))
+        if recipe.steps:
+            course.run("distill", lambda: _distilled(model, original, data, recipe, say))
+        course.keep_the_best_()
+        begun = time.perf_counter()
+        report = measure(
+            model,
+            data.held_out,
+            original=original,
+            fit_on=data.calibration,
+            seed=recipe.seed,
+            meta=meta | {"recipe": recipe.to_dict()},
+        )
+    course.seconds["measure"] = round(time.perf_counter() - begun, 2)
+    report.meta["seconds"] = course.seconds
+    report.meta["stages"] = course.details
+    return report, original
+
+
+def _refined(model: nn.Module, data: Data, recipe: Recipe) -> Any:
+    return refine_(
+        model, data.refinement, steps=recipe.refine, lr=recipe.refine_lr, bf16=recipe.bf16
+    )
+
+
+def _distilled(
+    model: nn.Module, original: nn.Module, data: Data, recipe: Recipe, say: Say
+) -> Any:
+    # It imports transformers.
+    from dynorm.jobs.progress import Progress
+
+    return distill_(
+        model,
+        data.training,
+        teacher=original,
+        steps=recipe.steps,
+        lr=recipe.lr,
+        seed=recipe.seed,
+        bf16=recipe.bf16,
+        accumulate=recipe.accumulate,
+        checkpoints=recipe.checkpoints,
+        report_to=recipe.report_to,
+        callbacks=[Progress(say)],
+    )
+
+
+class _Course:
+    """Runs the stages of one conversion, and remembers the values of the best one."""
+
+    def __init__(
+        self, model: nn.Module, original: nn.Module, compared: Sequence[Batch], say: Say
+    ) -> None:
+        self.details: JsonObject = {}
+        self.seconds: dict[str, float] = {}
+        self._model = model
+        self._original = original
+        self._compared = compared
+        self._say = say
+        self._losses: dict[str, float] = {}
+        self._best: list[Tensor] = []
+
+    def run(self, name: str, stage: Callable[[], Any]) -> OutputReport:
+        """Run a stage, and compare the model's outputs with the original's after it."""
+        begun = time.perf_counter()
+        report = stage()
+        seconds = time.perf_counter() - begun
+        self.seconds[name] = round(seconds, 2)
+        output = compare(self._model, self._original, self._compared)
+        self._say(f"{name}: {in_words(output)}, after {seconds:.0f} s")
+        self.details[name] = report.to_dict() | {"output": asdict(output)}
+        self._losses[name] = loss_of(output)
+        if self._losses[name] == min(self._losses.values()):
+            self._best = [tensor.detach().clone() for tensor in _tensors(self._model)]
+        return output
+
+    @torch.no_grad()
+    def keep_the_best_(self) -> None:
+        """Give the model the values of the best stage; mark the later ones as not kept."""
+        best = min(self._losses, key=lambda name: self._losses[name])
+        names = list(self._losses)
+        later = names[names.index(best) + 1 :]
+        for name in later:
+            self.details[name]["kept"] = False
+        if later:
+            self._say(f"{' and '.join(later)} did not help: the values before are kept")
+            for tensor, value in zip(_tensors(self._model), self._best, strict=True):
+                tensor.copy_(value)
+
+
+def loss_of(output: OutputReport) -> float:
+    """Return the figure by which stages are compared: less is better."""
+    for loss in (output.kl, output.error):
+        if loss is not None:
+            return loss
+    assert output.cosine_mean is not None
+    return 1 - output.cosine_mean
+
+
+def in_words(output: OutputReport) -> str:
+    """Return the figures of a comparison as a reader says them."""
+    if output.loss_now is not None:
+        return f"loss {output.loss_now:.3f} instead of {output.loss_original:.3f} nats per token"
+    words = f"mean cosine {output.cosine_mean:.3f}"
+    if output.spearman is not None:
+        words += f", rank correlation {output.spearman:.3f}"
+    if output.error is not None:
+        words += f", error of the output {output.error:.3f}"
+    return f"{words} on {output.samples} held-out samples"
+
+
+def _ways_on(untrained: OutputReport, recipe: Recipe) -> str:
+    """Return a sentence: the loss without training, and how to lessen it."""
+    distil = "distil (--steps)"
+    if recipe.steps:
+        distil = f"distil, for {recipe.steps} steps as now (--steps)"
+    few = "let each layer read a few channels (--witnesses 4)"
+    if recipe.witnesses:
+        few = f"let each layer read more than {recipe.witnesses} channels (--witnesses, at most 16)"
+    return f"without training: {in_words(untrained)}; two ways on: {distil}, or {few}"
+
+
+def _plan(original: nn.Module, data: Data, recipe: Recipe) -> str:
+    """Return about how long the stages take, and the memory of the weights."""
+    with torch.no_grad(), undisturbed(original, evaluate=True):
+        begun = time.perf_counter()
+        call(original, data.refinement[0])
+        seconds = time.perf_counter() - begun
+    assert recipe.steps is not None
+    steps = recipe.refine + recipe.steps * recipe.accumulate
+    passes = _PASSES_OF_A_STEP * steps
+    passes += _PASSES_OF_A_FIT * (len(data.calibration) + len(data.held_out))
+    copies = _COPIES_IN_TRAINING if recipe.steps else _COPIES
+    size = sum(p.numel() * p.element_size() for p in original.parameters())
+    return (
+        f"plan: {len(data.calibration)} batches of calibration, {recipe.refine} steps of "
+        f"refinement, {recipe.steps} of distillation: about {seconds * passes / 60:.0f} minutes, "
+        f"and {copies * size / 2**30:.1f} GiB of memory besides the activations"
+    )
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    # A model's parts may raise anything, and torch does for a tensor with a graph.
+    except Exception as error:
+        raise ModelError(
+            "the model must be one that copy.deepcopy copies, because it is compared with its "
+            f"original, but {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextmanager
+def _restored_on_error(model: nn.Module, original: nn.Module) -> Iterator[None]:
+    """Give a model its modules and its values back, those of its copy, if an error is raised."""
+    try:
+        with unchanged_on_error(edited_parts(model), tensors=()):
+            yield
+    except BaseException:
+        with torch.no_grad():
+            for tensor, before in zip(_tensors(model), _tensors(original), strict=True):
+                # Some are expanded, or were made in inference mode, and cannot be written into.
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
+        raise
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
