@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -112,9 +112,6 @@ class Recipe(Plain):
         >>> recipe.filled_for(nn.Linear(8, 8)).steps
         400
     """
-
-    lean: ClassVar[float] = 0.0
-    tolerance: ClassVar[float] = 0.05
 
     to: Target = LayerOptions.to
     per_channel: bool = LayerOptions.per_channel

@@ -27,6 +27,7 @@ from dynorm.report.output import OutputReport
 from dynorm.train.distill import distill_
 
 Say = Callable[[str], None]
+_TITLES = {"calibrate": "without training", "refine": "refined", "distill": "distilled"}
 # A forward and a backward pass of the model, and a forward pass of its original.
 _PASSES_OF_A_STEP = 5
 _PASSES_OF_A_FIT = 3
@@ -83,8 +84,8 @@ def convert_in_stages_(
         course.details["refused"] = [site.to_dict() for site in converted.refused]
         course.details["skipped"] = [site.path for site in converted.skipped]
         say(_plan(original, data, recipe))
-        untrained = course.run("calibrate", lambda: calibrate_(model, data.calibration))
-        say(_ways_on(untrained, recipe))
+        course.run("calibrate", lambda: calibrate_(model, data.calibration))
+        say(_ways_on(recipe))
         if recipe.refine:
             course.run("refine", lambda: _refined(model, data, recipe))
         if recipe.steps:
@@ -147,19 +148,18 @@ class _Course:
         self._losses: dict[str, float] = {}
         self._best: list[Tensor] = []
 
-    def run(self, name: str, stage: Callable[[], Any]) -> OutputReport:
+    def run(self, name: str, stage: Callable[[], Any]) -> None:
         """Run a stage, and compare the model's outputs with the original's after it."""
         begun = time.perf_counter()
         report = stage()
         seconds = time.perf_counter() - begun
         self.seconds[name] = round(seconds, 2)
         output = compare(self._model, self._original, self._compared)
-        self._say(f"{name}: {in_words(output)}, after {seconds:.0f} s")
+        self._say(f"{_TITLES[name]}, in {seconds:.0f} s: {in_words(output)}")
         self.details[name] = report.to_dict() | {"output": asdict(output)}
         self._losses[name] = loss_of(output)
         if self._losses[name] == min(self._losses.values()):
             self._best = [tensor.detach().clone() for tensor in _tensors(self._model)]
-        return output
 
     @torch.no_grad()
     def keep_the_best_(self) -> None:
@@ -196,15 +196,15 @@ def in_words(output: OutputReport) -> str:
     return f"{words} on {output.samples} held-out samples"
 
 
-def _ways_on(untrained: OutputReport, recipe: Recipe) -> str:
-    """Return a sentence: the loss without training, and how to lessen it."""
+def _ways_on(recipe: Recipe) -> str:
+    """Return how to lessen the loss without training."""
     distil = "distil (--steps)"
     if recipe.steps:
         distil = f"distil, for {recipe.steps} steps as now (--steps)"
     few = "let each layer read a few channels (--witnesses 4)"
     if recipe.witnesses:
         few = f"let each layer read more than {recipe.witnesses} channels (--witnesses, at most 16)"
-    return f"without training: {in_words(untrained)}; two ways on: {distil}, or {few}"
+    return f"two ways on: {distil}, or {few}"
 
 
 def _plan(original: nn.Module, data: Data, recipe: Recipe) -> str:
