@@ -21,7 +21,7 @@ import dynorm
 from dynorm.batches import call, site_tokens, token_masks
 from dynorm.fit.site_fit import SiteFit
 from dynorm.fit.witnesses import TokenScales, Witnesses
-from dynorm.jobs.checkpoint import encode, load_pretrained, make_batches
+from dynorm.jobs import encode, load_pretrained, make_batches
 from dynorm.jobs.texts import standard_library_docstrings
 from dynorm.replace.converted import Replaced
 from dynorm.report.colours import COLOURS

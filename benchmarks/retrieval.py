@@ -26,13 +26,8 @@ from torch.nn.functional import normalize
 
 from benchmarks.subjects import BATCH, ROOT, Row
 from dynorm.files import write_text
-from dynorm.jobs.checkpoint import (
-    Pretrained,
-    encode,
-    library_versions,
-    load_pretrained,
-    make_batches,
-)
+from dynorm.jobs import Pretrained, encode, load_pretrained, make_batches
+from dynorm.jobs.job import library_versions
 from tools.demo_model import folder
 
 RESULTS = Path(__file__).parent / "results" / "retrieval.json"

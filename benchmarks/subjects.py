@@ -25,13 +25,8 @@ from torch.utils.data import TensorDataset
 
 import dynorm
 from dynorm.files import write_text
-from dynorm.jobs.checkpoint import (
-    Pretrained,
-    encode,
-    library_versions,
-    load_pretrained,
-    make_batches,
-)
+from dynorm.jobs import Pretrained, encode, load_pretrained, make_batches
+from dynorm.jobs.job import library_versions
 from dynorm.jobs.texts import split_texts, standard_library_docstrings
 from dynorm.report.conversion import compare
 from tools.demo_model import folder

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import dynorm
 from dynorm.errors import ModelError
-from dynorm.jobs.checkpoint import Checkpoint, Pretrained
+from dynorm.jobs.checkpoint import Checkpoint
+from dynorm.jobs.pretrained import Pretrained
 from dynorm.replace.converted import dynorm_layers
 from tests.hub.models import tokens, transformers, witnessed
 
