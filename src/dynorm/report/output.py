@@ -1,6 +1,7 @@
 """How far apart the outputs of two models are: embeddings, next-token losses, or tensors."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,8 +25,6 @@ _PREDICTED = (
     "loss_original",
     "loss_now",
     "kl",
-    "accuracy_original",
-    "accuracy_now",
     "agreement",
 )
 
@@ -43,8 +42,6 @@ class OutputReport:
         samples: how many were compared.
         cosine_mean: mean cosine of a sample's two outputs.
         cosine_min: the worst.
-        cosine_p05: the 5th percentile.
-        cosine_median: the median.
         spearman: rank correlation of the similarities of all pairs of samples, of at most 2,000
             samples.
         tokens: how many tokens were predicted.
@@ -54,8 +51,6 @@ class OutputReport:
         kl: mean Kullback-Leibler divergence of the converted model's prediction from the
             original's, in nats per token.
         kl_worst: the largest divergence of a single token's prediction.
-        accuracy_original: how often the original's likeliest next token is the right one.
-        accuracy_now: the same of the converted model.
         agreement: how often both have the same likeliest token, or class.
         error: for a "tensor", the distance to the original's outputs over their spread; 1 is as bad
             as a constant.
@@ -69,8 +64,6 @@ class OutputReport:
     samples: int
     cosine_mean: float | None = None
     cosine_min: float | None = None
-    cosine_p05: float | None = None
-    cosine_median: float | None = None
     spearman: float | None = None
     tokens: int | None = None
     loss_original: float | None = None
@@ -78,8 +71,6 @@ class OutputReport:
     loss_difference: float | None = None
     kl: float | None = None
     kl_worst: float | None = None
-    accuracy_original: float | None = None
-    accuracy_now: float | None = None
     agreement: float | None = None
     error: float | None = None
     worst: int | None = None
@@ -98,8 +89,8 @@ class OutputComparison:
         self.batches = 0
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._cosines: list[Tensor] = []
-        # By the length of a sample, the sums over samples of its error, outputs and squares.
-        self._errors: dict[int, _TensorSums] = {}
+        # By the length of a sample.
+        self._errors: dict[int, _TensorSums] = defaultdict(_TensorSums)
         self._tokens = 0
         # The sums of the figures of _PREDICTED.
         self._predicted = torch.zeros(len(_PREDICTED), dtype=torch.float64, device="cpu")
@@ -145,10 +136,7 @@ class OutputComparison:
         else:
             if name == "logits" and before.ndim == 2 and before.shape[1] > 1:
                 self._same_class.append((before.argmax(1) == after.argmax(1)).cpu())
-            length = a.shape[1]
-            if length not in self._errors:
-                self._errors[length] = _TensorSums(length)
-            self._errors[length].add(a.cpu().double(), b.cpu().double())
+            self._errors[a.shape[1]].add(a.cpu().double(), b.cpu().double())
 
     def report(self) -> OutputReport:
         """Return the figures of all batches so far."""
@@ -156,8 +144,6 @@ class OutputComparison:
         cosines = torch.cat(self._cosines).double()
         if not len(cosines):
             return OutputReport(kind, 0)
-        quantiles = torch.tensor([0.05, 0.5], dtype=torch.float64, device="cpu")
-        low, median = cosines.quantile(quantiles).tolist()
         least, worst = cosines.min(0)
         figures: dict[str, Any] = {"worst": int(worst)}
         if self._kept:
@@ -176,9 +162,7 @@ class OutputComparison:
             figures["tokens"] = self._tokens
             figures["kl_worst"] = self._worst_divergence
             figures["loss_difference"] = figures["loss_now"] - figures["loss_original"]
-        return OutputReport(
-            kind, len(cosines), float(cosines.mean()), float(least), low, median, **figures
-        )
+        return OutputReport(kind, len(cosines), float(cosines.mean()), float(least), **figures)
 
     def _named_tensor(self, output: Any, batch: Batch) -> tuple[str | None, Tensor]:
         if self._pick is None:
@@ -234,8 +218,6 @@ class OutputComparison:
             q = after[:-1][is_known].float()
             target = tokens[1:][is_known]
             self._tokens += len(target)
-            p_best = p.argmax(-1)
-            q_best = q.argmax(-1)
             log_p = p.log_softmax(-1)
             divergences = (log_p.exp() * (log_p - q.log_softmax(-1))).sum(-1)
             if len(divergences):
@@ -245,33 +227,32 @@ class OutputComparison:
                 cross_entropy(p, target, reduction="sum"),
                 cross_entropy(q, target, reduction="sum"),
                 divergences.sum(),
-                (p_best == target).sum(),
-                (q_best == target).sum(),
-                (p_best == q_best).sum(),
+                (p.argmax(-1) == q.argmax(-1)).sum(),
             ]
             self._predicted += torch.stack([value.double() for value in sums]).cpu()
 
 
+@dataclass
 class _TensorSums:
-    """Sums over samples, by output: the squared error, the original's output and its square."""
+    """Sums over samples of one length: squared error, the original's output and its square."""
 
-    def __init__(self, outputs: int) -> None:
-        self._error, self._output, self._square = torch.zeros(
-            3, outputs, dtype=torch.float64, device="cpu"
-        )
+    error_square: float = 0.0
+    output: Tensor | float = 0.0
+    square: float = 0.0
 
     def add(self, original: Tensor, now: Tensor) -> None:
         """Add some samples, (samples, outputs)."""
-        self._error += (now - original).square().sum(0)
-        self._output += original.sum(0)
-        self._square += original.square().sum(0)
+        self.error_square += float((now - original).square().sum())
+        self.output = self.output + original.sum(0)
+        self.square += float(original.square().sum())
 
     def error(self, samples: int) -> float | None:
         """Return the root of the squared error over the spread; None if nothing varies."""
-        spread = (self._square - self._output * self._output / samples).sum()
-        if not spread > 1e-12 * self._square.sum():
+        mean = torch.as_tensor(self.output) / samples
+        spread = self.square - samples * float(mean.square().sum())
+        if not spread > 1e-12 * self.square:
             return None
-        return float((self._error.sum() / spread).sqrt())
+        return math.sqrt(self.error_square / spread)
 
 
 def spearman(a: Tensor, b: Tensor) -> float | None:

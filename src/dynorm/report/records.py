@@ -1,28 +1,31 @@
 """The reports: one record per site and one per model, printed as a table or written as a page."""
 
-import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
-from statistics import fmean, median
-from typing import ClassVar
+from statistics import fmean
+from typing import Any, ClassVar, Self
 
 from dynorm.family import FAMILY
 from dynorm.files import write_text
-from dynorm.plain import JsonObject, NotTheModel, plain
-from dynorm.report.advice import about_sites, about_steps
-from dynorm.report.columns import CONVERSION, INSPECTION, SiteColumn, constant
+from dynorm.plain import JsonObject, NotTheModel, PlainRecord, plain
+from dynorm.report import words
 from dynorm.report.output import OutputReport
-from dynorm.report.rendering import digits, rendered, table_html, wins
+from dynorm.report.rendering import rendered, table_html
 from dynorm.report.sizes import TokenSizes
-from dynorm.report.stats import FUNCTIONS, CoreFit, OutlierFit, Picture
-from dynorm.table import WIDTH, Table
+from dynorm.report.values import CurveFit, Picture
+from dynorm.report.words import count_of, digits
+from dynorm.table import Table, wrapped
+
+_KINDS = {"layernorm": "LN", "rmsnorm": "RMS"}
+_OUTLIER = "outlier: the largest |x − mean| in the σ of its token; √(C−1) at most"
+_SPREAD = "σ spread: standard deviation of ln σ over the tokens; 0 if all have one size"
+_NO_PICTURE = Picture([], [], [], [], 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredSite:
+class MeasuredSite(PlainRecord):
     """One norm of a model.
 
     The core of a norm is its output without weight and bias: ``(x - mean) / sigma`` or ``x / rms``.
@@ -34,15 +37,13 @@ class MeasuredSite:
         tokens: how many tokens the norm saw, padding not counted.
         outlier: the largest value of the core: ``|x - mean|`` in sigmas of its own token, at most
             sqrt(C - 1) (for an RMSNorm ``|x|`` in the token's rms, at most sqrt(C)).
-        outlier_site: the largest ``|x - mean|`` in typical sigmas, the geometric mean over the
-            site's tokens; without a bound.
         sigma_spread: standard deviation of the natural logarithm of the tokens' sigma (an RMSNorm's
             rms). At 0 all tokens are alike, and a constant serves as well as the norm; at 0.5 they
             commonly differ by a factor of 1.6.
-        sigma_range: the 99th percentile of sigma over the 1st.
-        sizes: the largest tokens, and how much of the sizes' variation the best 0, 1, 2 and 4
-            channels could explain.
-        picture: the points and bars of its picture.
+        core: curves of one constant, fitted to a sample of the core's values.
+        outliers: the same, fitted only to outliers: the channel of each token that is farthest from
+            the mean (for an RMSNorm from 0), as in section 4.2.
+        picture: the points of its picture.
     """
 
     path: str
@@ -50,20 +51,68 @@ class MeasuredSite:
     channels: int
     tokens: int
     outlier: float
-    outlier_site: float
     sigma_spread: float
-    sigma_range: float
-    sizes: TokenSizes = field(repr=False)
+    core: CurveFit = field(repr=False)
+    outliers: CurveFit = field(repr=False)
     picture: Picture = field(repr=False)
 
     def to_dict(self) -> JsonObject:
         """Return the row as plain values, without the sampled points."""
-        return asdict(self, dict_factory=_without_points)
+        values = super().to_dict()
+        del values["picture"]
+        return values
+
+    def caption(self) -> str:
+        """Return the relative errors of the curves."""
+        return " · ".join(f"{FAMILY[name].title} {e:.3f}" for name, e in self.core.errors.items())
 
 
-def _without_points(fields: list[tuple[str, object]]) -> dict[str, object]:
-    drawn = ("picture", "sums", "points")
-    return {name: value for name, value in fields if name not in drawn}
+@dataclass(frozen=True, kw_only=True)
+class SiteReport(MeasuredSite):
+    """One replaced norm, with the fields of :class:`MeasuredSite` and these.
+
+    Args:
+        layer: the layer that replaced the norm: "dyisru", "dyt", "derf" or "linear".
+        error_now: the error of the layer in the converted model against the norm in the original:
+            root of the squared distance of their outputs over that of the norm's outputs from their
+            channel's mean. 1 is as bad as a constant. None if the two cannot be paired.
+        beta: the layer's constant, as the inverse square of its slope (if each channel has one,
+            their median).
+        center: its centre (also a median), or None.
+        witnesses: the channels that the layer reads besides each value's own.
+        gains: the weight of the square of each.
+        annealing: whether the layer is still a norm in part.
+    """
+
+    layer: str
+    error_now: float | None
+    beta: float
+    center: float | None
+    witnesses: tuple[int, ...]
+    gains: tuple[float, ...]
+    annealing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectedSite(MeasuredSite):
+    """One norm before its replacement, with the fields of :class:`MeasuredSite` and this one.
+
+    Args:
+        sizes: the largest tokens, and how much of the sizes' variation the best 0, 1, 2 and 4
+            channels could explain.
+    """
+
+    sizes: TokenSizes = field(repr=False)
+
+    @property
+    def ratio(self) -> float:
+        """Return DyT's error on outliers over DyISRU's: above 1 if the paper's claim holds."""
+        return self.outliers.errors["dyt"] / max(self.outliers.errors["dyisru"], 1e-300)
+
+    @property
+    def holds(self) -> bool:
+        """Return whether DyISRU's error on outliers is below DyT's, as the paper claims."""
+        return self.outliers.errors["dyisru"] < self.outliers.errors["dyt"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -71,7 +120,6 @@ class Report(NotTheModel):
     """A report on a model, which prints itself as a table and writes itself as a page."""
 
     _template: ClassVar[str]
-    _columns: ClassVar[Sequence[SiteColumn]]
     model: str
     sites: Sequence[MeasuredSite]
     batches: int
@@ -83,19 +131,17 @@ class Report(NotTheModel):
         values = asdict(self) | {"sites": [site.to_dict() for site in self.sites]}
         return {name: plain(value) for name, value in values.items()}
 
+    def title(self) -> str:
+        """Return one line: the model, and what was done with its norms."""
+        raise NotImplementedError
+
+    def advice(self) -> list[str]:
+        """Return the recommendations, each a few sentences."""
+        raise NotImplementedError
+
     def table(self) -> Table:
         """Return the report as a table, one row per site."""
-        columns = []
-        for column in self._columns:
-            if not column.only_with or self.has(column.only_with):
-                columns.append(column)
-        rows = [[column.value(site) for column in columns] for site in self.sites]
-        title = rendered(f"{self._template}.txt", report=self).rstrip()
-        return Table(columns, rows, self._notes(), title)
-
-    def _notes(self) -> list[str]:
-        """Return the lines below the table: the modules without a row."""
-        return [f"{path}  not reached" for path in self.unreached]
+        raise NotImplementedError
 
     def to_html(self, path: str | Path) -> None:
         """Write the report as one HTML page that needs no other file.
@@ -114,101 +160,41 @@ class Report(NotTheModel):
             >>> report = dynorm.inspect_norms(model, [torch.randn(64, 8)])
             >>> report.to_html(getfixture("tmp_path") / "report.html")
         """
-        write_text(path, rendered(f"{self._template}.html", report=self))
+        write_text(path, rendered(self._template, report=self))
 
     def __str__(self) -> str:
-        """Return the report as a table of 80 columns."""
-        return str(self.table())
+        """Return the report as text: the title, the findings, the table and the advice."""
+        advice = [wrapped(sentences) for sentences in self.advice()]
+        parts = [self.title(), *self._findings(), str(self.table()), *advice]
+        return "\n\n".join(part for part in parts if part)
+
+    def _findings(self) -> list[str]:
+        """Return the paragraphs between the title and the table."""
+        return []
 
     def __repr__(self) -> str:
         """Return the report in a few words."""
-        sites = "1 site" if len(self.sites) == 1 else f"{len(self.sites)} sites"
-        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
-        return f"<{type(self).__name__} of {self.name}: {sites}, {batches}>"
+        sites = count_of(len(self.sites), "site")
+        return f"<{type(self).__name__} of {self.name}: {sites}, {self.batches} batches>"
 
     def _repr_html_(self) -> str:
         """Return the table as a notebook shows it."""
-        table = self.table()
-        return f'<p style="white-space: pre-line">{escape(table.title)}</p>{table_html(table)}'
+        return f"<p>{escape(self.title())}</p>{table_html(self.table())}"
 
     @property
     def name(self) -> str:
         """Return the model's name, or its class if it has none."""
         return str(self.meta.get("model", self.model))
 
-    def has(self, name: str) -> bool:
-        """Return whether an attribute, such as "witnesses", is not empty at some site."""
-        return any(getattr(site, name, ()) for site in self.sites)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SiteReport(MeasuredSite):
-    """One replaced norm, with the fields of :class:`MeasuredSite` and these.
-
-    Args:
-        layer: the layer that replaced the norm: "dyisru", "dyt", "derf" or "linear".
-        error_now: the error of the layer in the converted model against the norm in the original:
-            root of the squared distance of their outputs over that of the norm's outputs from their
-            channel's mean. 1 is as bad as a constant. None if the two cannot be paired.
-        beta: the layer's constant, as the inverse square of its slope (if each channel has one,
-            their median).
-        center: its centre (also a median), or None.
-        saturated: share of the converted layer's outputs beyond 95% of its bound; the linear
-            control has no bound, so the norm's is used.
-        witnesses: the layer's witness channels; empty for a function of one channel.
-        gains: the weight of the square of each witness.
-        explained: share of the variation of the tokens' sums that the layer's ``beta + sum g u^2``
-            explains, up to a factor: 0 is no more than a constant explains, 1 is all. It is that of
-            the measured tokens, with the weight ``S ** 0.5`` for a token with the sum S; the report
-            of :func:`calibrate_` has the weight ``S ** 0.2``, and no factor.
-        size_error: how far that sum misjudges the size of a token: standard deviation of
-            ``ln(sqrt((beta + sum g u^2) / S))``, with S the norm's own sum. 0.05 is 5%.
-        size_error_fit: the same on the batches ``fit_on``; None without them.
-        why: why ``to="auto"`` chose the layer; empty if the caller chose it.
-        sums: ``beta + sum g u^2`` and the norm's own sum of some tokens.
-        fit: the curves, fitted to the core on some tokens. ``fit.errors`` has the relative error
-            ``|y - f| / |y|`` of each over all other tokens and channels: "linear" is
-            ``scale / sqrt(beta) (x - c)``, "dyt" is ``scale tanh((x - c) / sqrt(beta))``, and
-            "dyisru" is ``scale (x - c) / sqrt(beta + (x - c)^2)``.
-    """
-
-    layer: str
-    error_now: float | None
-    beta: float
-    center: float | None
-    saturated: float | None
-    witnesses: tuple[int, ...]
-    gains: tuple[float, ...]
-    explained: float
-    size_error: float
-    size_error_fit: float | None
-    why: str
-    sums: tuple[list[float], list[float]] = field(repr=False)
-    fit: CoreFit = field(repr=False)
-
-    def to_dict(self) -> JsonObject:
-        """Return the row as plain values, with the picture's bars but without sampled points."""
-        return super().to_dict() | {"bins": [asdict(interval) for interval in self.picture.bins]}
-
-    def named_witnesses(self) -> str | None:
-        """Return the witnesses with their gains as text; None if the layer has none."""
-        pairs = zip(self.witnesses, self.gains, strict=True)
-        return ", ".join(f"{channel} ({constant(gain)})" for channel, gain in pairs) or None
-
 
 @dataclass(frozen=True)
 class Continuation:
-    """A held-out text as both models continue it, or held-out audio as both transcribe it.
+    """A held-out text as both models continue it, with the likeliest token at each step."""
 
-    Both take the likeliest token at each step.
-    """
-
-    prompt: str  # the text to continue, or the audio file
-    original: str  # the continuation or transcript of the original
+    prompt: str
+    original: str  # the continuation of the original
     now: str  # that of the converted model
-    # the share of places with the same token; for a transcript one minus the word error rate
-    same: float
-    length: int = 1  # the weight in the mean: the number of words of the original's transcript
+    same: float  # the share of places with the same token
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -217,64 +203,100 @@ class ModelReport(Report):
 
     Args:
         model: the class of the model.
-        sites: the replaced norms, in call order; empty if no norm is known, as in a loaded model.
+        sites: the replaced norms, in call order; empty if all were folded.
         output: the model's output, compared with the original's.
         batches: how many batches were measured.
-        continuations: held-out texts, continued by a language model and its original, or audio
-            files, transcribed by both; only ``dynorm convert`` has them.
+        kept: paths of the norms that the model still has.
+        continuations: held-out texts, continued by a language model and its original; only
+            ``dynorm convert`` has them.
         unreached: paths of the layers that no batch reached.
-        left: paths of the layers whose norm is not known, because the model was loaded or folded
-            with them: they have no row.
-        meta: facts to show with the figures: recipe, texts, seeds, versions.
+        left: paths of the layers that cannot be compared with a norm, because they were folded, or
+            the original has them too: they have no row.
+        meta: facts to show with the figures: recipe, texts, seeds, versions, and the ``output``
+            after some ``stages``.
     """
 
-    _template = "conversion"
-    _columns = CONVERSION
+    _template = "conversion.html"
     sites: list[SiteReport]
     output: OutputReport
+    kept: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     continuations: list[Continuation] = field(default_factory=list)
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the report from its values, which :meth:`to_dict` made; it has no pictures."""
+        arguments = dict(values)
+        arguments["output"] = OutputReport(**values["output"])
+        arguments["continuations"] = [Continuation(**row) for row in values["continuations"]]
+        arguments["sites"] = []
+        for row in values["sites"]:
+            site = dict(row, picture=_NO_PICTURE)
+            for name in ("core", "outliers"):
+                site[name] = CurveFit(**row[name])
+            for name in ("witnesses", "gains"):
+                site[name] = tuple(row[name])
+            arguments["sites"].append(SiteReport(**site))
+        return cls(**arguments)
+
     @property
     def same(self) -> float | None:
-        """Return the mean of ``Continuation.same``, weighted by length; None if there is none."""
+        """Return the mean of ``Continuation.same``; None if there is none."""
         if not self.continuations:
             return None
-        shares = [continuation.same for continuation in self.continuations]
-        return fmean(shares, [continuation.length for continuation in self.continuations])
+        return fmean(continuation.same for continuation in self.continuations)
+
+    def title(self) -> str:
+        """Return one line: the norms that were replaced, and what a value depends on."""
+        if not self.sites:
+            return f"{self.name}: only the output is compared, because no norm is known"
+        norms = count_of(len(self.sites), "norm")
+        return (
+            f"{self.name}: {norms} replaced by {' and '.join(self.layers())}, {len(self.kept)} "
+            f"kept; {words.dependence(self.sites)}"
+        )
 
     def verdict(self) -> str:
-        """Return a few sentences: the loss, the sample that lost most, and the next step."""
-        return _paragraph("verdict.txt", report=self)
-
-    def falls(self) -> list[str]:
-        """Return a sentence for each stage that is kept although the held-out figure got worse."""
-        sentences = []
-        before: JsonObject = {}
-        for name, title in _STAGES.items():
-            stage = self.meta.get("stages", {}).get(name, {})
-            after = stage.get("output", {})
-            if not after or stage.get("kept") is False:
-                continue
-            change = _worse(before, after)
-            if change:
-                sentences.append(
-                    f"The {title} is kept because it lowered the error on its own batches, but on "
-                    f"{after['samples']:,} held-out samples {change}."
-                )
-            before = after
-        return sentences
+        """Return a few sentences: what a value depends on, the loss, and the next step."""
+        return words.verdict(self)
 
     def advice(self) -> list[str]:
         """Return the recommendation: which norms to keep, and whether more steps would help."""
         errors = {site.path: site.error_now for site in self.sites if site.error_now is not None}
         training = self.meta.get("stages", {}).get("distill", {})
-        return [words for words in (about_sites(errors), about_steps(training)) if words]
+        sentences = [words.about_sites(errors), words.about_steps(training)]
+        return [sentence for sentence in sentences if sentence]
 
-    def __str__(self) -> str:
-        """Return the report as a table of 80 columns, with the recommendation below."""
-        sentences = [textwrap.fill(sentence, WIDTH) for sentence in self.advice()]
-        return "\n\n".join([super().__str__(), *sentences])
+    def stages(self) -> Table | None:
+        """Return the figures without training and distilled side by side, if they are known."""
+        return words.stage_table(self)
+
+    def table(self) -> Table:
+        """Return the report as a table, one row per site."""
+        columns = ["site", "norm", "layer", "error", "β", "named channels", "outlier", "σ spread"]
+        rows = []
+        for site in self.sites:
+            rows.append(
+                [
+                    site.path,
+                    _KINDS.get(site.kind, site.kind),
+                    site.layer,
+                    digits(site.error_now),
+                    site.beta,
+                    " ".join(map(str, site.witnesses)) or "–",
+                    f"{site.outlier:,.1f}",
+                    f"{site.sigma_spread:.2f}",
+                ]
+            )
+        notes = [f"{path}: not reached" for path in self.unreached]
+        notes += [f"{path}: kept" for path in self.kept]
+        notes += [f"{path}: not compared, its norm is not known" for path in self.left]
+        meaning = "error: distance of the layer's output from the norm's; 1 is as bad as a constant"
+        return Table(columns, rows, [*notes, meaning, _OUTLIER, _SPREAD])
+
+    def _findings(self) -> list[str]:
+        stages = self.stages()
+        return [wrapped(self.verdict()), str(stages or "")]
 
     def stray(self) -> SiteReport | None:
         """Return the site whose layer is farthest from its norm; None if no error is known."""
@@ -287,53 +309,6 @@ class ModelReport(Report):
         for site in self.sites:
             titles.add(FAMILY[site.layer].title if site.layer in FAMILY else site.layer)
         return sorted(titles)
-
-    def _notes(self) -> list[str]:
-        left = [f"{path}  not compared, its norm is not known" for path in self.left]
-        return super()._notes() + left
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectedSite(MeasuredSite):
-    """One norm and its outliers, with the fields of :class:`MeasuredSite` and these.
-
-    An outlier is the channel of a token that is farthest from the mean (for an RMSNorm from 0). The
-    functions are "linear", "dyt" (scaled) and "dyisru"; each has one constant per site, fitted on
-    some tokens and measured on others.
-
-    Args:
-        outliers: how well the functions describe outliers when fitted only on outliers, as in
-            section 4.2.
-        core: how well they describe all channels when fitted on all channels.
-    """
-
-    outliers: OutlierFit = field(repr=False)
-    core: CoreFit = field(repr=False)
-
-    @property
-    def alpha(self) -> float:
-        """Return DyT's constant, fitted on the outliers: ``1 / sqrt(beta)`` of the same slope."""
-        return 1 / math.sqrt(self.outliers.fit.betas["dyt"])
-
-    @property
-    def beta(self) -> float:
-        """Return DyISRU's constant, fitted on the outliers."""
-        return self.outliers.fit.betas["dyisru"]
-
-    @property
-    def ratio(self) -> float:
-        """Return DyT's mean absolute residual on outliers over DyISRU's: above 1 if it holds."""
-        residuals = self.outliers.residuals
-        return residuals["dyt"] / max(residuals["dyisru"], 1e-300)
-
-    @property
-    def holds(self) -> bool:
-        """Return whether DyISRU's residual on outliers is below DyT's, as the paper claims."""
-        return self.outliers.residuals["dyisru"] < self.outliers.residuals["dyt"]
-
-    def to_dict(self) -> JsonObject:
-        """Return the row as plain values, without the sampled points."""
-        return super().to_dict() | {"alpha": self.alpha, "beta": self.beta, "holds": self.holds}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -349,77 +324,49 @@ class InspectionReport(Report):
         meta: facts to show with the figures: recipe, texts, seeds, versions.
     """
 
-    _template = "inspection"
-    _columns = INSPECTION
+    _template = "inspection.html"
     sites: list[InspectedSite]
     refused: dict[str, str] = field(default_factory=dict)
 
-    def summary(self) -> JsonObject:
-        """Return at how many sites the paper's claim holds, and by how much."""
-        ratios = [site.ratio for site in self.sites]
-        core = [site.core.errors for site in self.sites]
-        residuals = [site.outliers.residuals for site in self.sites]
-        return {
-            "sites": len(self.sites),
-            "holds": sum(site.holds for site in self.sites),
-            "outliers_best": wins(residuals),
-            "core_best": wins(core),
-            "core_holds": sum(errors["dyisru"] < errors["dyt"] for errors in core),
-            "ratio_median": median(ratios),
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
-            "exact": max(site.outliers.exact for site in self.sites),
-            "massive": [site.path for site in self.sites if site.sizes.massive],
-        }
+    def title(self) -> str:
+        """Return one line: how many norms there are."""
+        norms = count_of(len(self.sites), "norm")
+        return f"{self.name}: {norms}, and functions with one constant per norm"
 
-    def to_dict(self) -> JsonObject:
-        """Return the report as plain values for JSON, without the sampled points."""
-        return super().to_dict() | {"summary": plain(self.summary())}
+    def advice(self) -> list[str]:
+        """Return sentences about large tokens, about outliers, and about strict layers."""
+        return [
+            words.about_massive(self),
+            words.about_outliers(self),
+            words.about_strictness(self),
+        ]
 
-    def massive(self) -> str:
-        """Return sentences: whether the model has massive activations, and on which tokens."""
-        return _paragraph("massive.txt", report=self)
-
-    def findings(self) -> str:
-        """Return a few sentences: at how many norms the paper's claim holds, and by how much."""
-        spreads = [site.outliers.beta_spread for site in self.sites]
-        span = (math.exp(min(spreads)), math.exp(max(spreads)))
-        titles = {name: FAMILY[name].title for name in FUNCTIONS}
-        return _paragraph("findings.txt", summary=self.summary(), titles=titles, span=span)
-
-    def _notes(self) -> list[str]:
-        refused = [f"{path}  left out: {reason}" for path, reason in self.refused.items()]
-        return super()._notes() + refused
-
-
-# The stages after calibration, by their names in the meta of a report.
-_STAGES = {"calibrate": "calibration", "refine": "refinement", "distill": "distillation"}
-# The figures of an OutputReport, the first that applies: the field, its words, and whether more is
-# better.
-_MAIN_FIGURES = (
-    ("loss_now", "the loss", False),
-    ("spearman", "the rank correlation", True),
-    ("error", "the error of the output", False),
-    ("cosine_mean", "the mean cosine", True),
-)
-
-
-def _worse(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """Return in words how the main figure got worse from one output report to the next, or ""."""
-    for name, words, more_is_better in _MAIN_FIGURES:
-        old = before.get(name)
-        new = after.get(name)
-        if old is None or new is None:
-            continue
-        is_worse = new < old if more_is_better else new > old
-        # Only a change that is seen in the figures is worth a sentence.
-        if not is_worse or digits(old) == digits(new):
-            return ""
-        verb = "fell" if more_is_better else "rose"
-        return f"{words} {verb} from {digits(old)} to {digits(new)}"
-    return ""
-
-
-def _paragraph(template: str, **values: object) -> str:
-    """Return the text of a template as one line."""
-    return " ".join(rendered(template, **values).split())
+    def table(self) -> Table:
+        """Return the report as a table, one row per site."""
+        titles = [FAMILY[name].title for name in self.sites[0].outliers.errors]
+        columns = ["site", "norm", "outlier", "σ spread", *titles, "ratio", "by 1", "by 4"]
+        rows = []
+        for site in self.sites:
+            errors = [digits(error) for error in site.outliers.errors.values()]
+            rows.append(
+                [
+                    site.path,
+                    _KINDS.get(site.kind, site.kind),
+                    f"{site.outlier:,.1f}",
+                    f"{site.sigma_spread:.2f}",
+                    *errors,
+                    f"{site.ratio:.2f}",
+                    f"{site.sizes.explained[1]:.0%}",
+                    f"{site.sizes.explained[4]:.0%}",
+                ]
+            )
+        notes = [f"{path}: not reached" for path in self.unreached]
+        notes += [f"{path}: left out, {reason}" for path, reason in self.refused.items()]
+        meanings = [
+            _OUTLIER,
+            _SPREAD,
+            f"{', '.join(titles)}: error |y − f| / |y| of the function on outliers",
+            "ratio: DyT's error over DyISRU's; the paper claims that it is above 1",
+            "by 1, by 4: share of the variation of the tokens' sums that so many channels explain",
+        ]
+        return Table(columns, rows, notes + meanings)

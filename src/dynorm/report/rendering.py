@@ -1,17 +1,14 @@
-"""Fill the templates: the texts and pages in ``dynorm/templates``."""
+"""Fill the templates: the pages and cards in ``dynorm/templates``."""
 
 import json
-from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from html import escape
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from dynorm.family import FAMILY
 from dynorm.plain import plain
 from dynorm.report.colours import css_colors
 from dynorm.report.pictures import svg_curve, svg_picture
-from dynorm.report.stats import FUNCTIONS
+from dynorm.report.words import digits
 from dynorm.table import Table
 
 if TYPE_CHECKING:
@@ -43,11 +40,7 @@ def environment() -> "Environment":
         "digits": digits,
         "json": partial(json.dumps, ensure_ascii=False),
         "percent": "{:.1%}".format,
-        "named": lambda values: " · ".join(
-            f"{FAMILY[name].title} {values[name]:.3f}" for name in FUNCTIONS
-        ),
         "plain": plain,
-        "wins": wins,
         "table": lambda table: Markup(table_html(table)),
     }
     return jinja
@@ -58,38 +51,6 @@ def rendered(template: str, **values: object) -> str:
     return environment().get_template(template).render(values)
 
 
-def digits(value: float | None, digits: int = 3) -> str:
-    """Return a number with that many digits behind the point; None is a dash."""
-    if not isinstance(value, (int, float)):
-        return "–"
-    return f"{value:.{digits}f}".replace("-", "−")
-
-
-def wins(rows: Iterable[Mapping[str, float]]) -> dict[str, int]:
-    """Count the rows in which each function has the smallest value."""
-    best = [min(row, key=row.__getitem__) for row in rows]
-    return {name: best.count(name) for name in FUNCTIONS}
-
-
 def table_html(table: Table) -> str:
-    """Return a table with its notes, as HTML.
-
-    It scrolls sideways by itself; the meanings of the columns are folded away.
-    """
-    columns = table.head()
-    rows = []
-    for values in table.rows:
-        # The least value of each group is marked as best.
-        best: dict[str, Any] = {}
-        for column, value in zip(columns, values, strict=True):
-            if column.group:
-                best[column.group] = min(best.get(column.group, value), value)
-        cells = []
-        for column, value in zip(columns, values, strict=True):
-            is_best = bool(column.group) and value == best[column.group]
-            cells.append((column.text(value), is_best))
-        rows.append(cells)
-    groups = []
-    for name, members in groupby(column.group for column in columns):
-        groups.append((name, len(list(members))))
-    return rendered("table.html", columns=columns, groups=groups, rows=rows, notes=table.notes)
+    """Return a table with its notes as HTML; it scrolls sideways by itself."""
+    return rendered("table.html", table=table)
