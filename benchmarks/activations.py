@@ -27,7 +27,6 @@ from dynorm.jobs.texts import split_texts, standard_library_docstrings
 from dynorm.recipe import Recipe
 from dynorm.report.colours import COLOURS
 from dynorm.report.pictures import draw
-from dynorm.table import shortened
 from tools.demo_model import folder
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +39,6 @@ DAYLIGHT = COLOURS | {
     "soft": "#5c6570",
     "edge": "#c9c5bd",
     "point": "#c3c7cc",
-    "bar": "#333a42",
     "outlier": "#8a3ffc",
 }
 
@@ -52,11 +50,11 @@ def save_picture(report: dynorm.report.InspectionReport, path: Path) -> None:
     figure = Figure(figsize=(9, 2.5 * rows), layout="constrained")
     panels = figure.subplots(rows, 3, squeeze=False).flatten()
     for axes, site in zip(panels, report.sites, strict=False):
-        draw(axes, site.outliers.fit, site.picture, site.outliers.points, DAYLIGHT)
+        draw(axes, site.outliers, site.picture, DAYLIGHT)
         figures = []
         for name, label in LABELS.items():
-            figures.append(f"{label} {site.outliers.residuals[name]:.2f}")
-        axes.set_title(f"{shortened(site.path, 34)}\n{'  '.join(figures)}", fontsize=9)
+            figures.append(f"{label} {site.outliers.errors[name]:.2f}")
+        axes.set_title(f"{site.path}\n{'  '.join(figures)}", fontsize=9)
         axes.tick_params(labelsize=8)
         axes.set_xlabel(axes.get_xlabel(), fontsize=9)
         axes.set_ylabel(axes.get_ylabel(), fontsize=9)

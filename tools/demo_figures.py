@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dynorm.table import Column, Table
+from dynorm.table import Table
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 # The demos whose report is committed.
@@ -55,7 +55,7 @@ def comparison(measured: Report, expected: Report) -> str:
         ours = measured["output"]
         theirs = expected["output"]
         rows += _rows(f"at the end, {ours['samples']} samples", ours, theirs)
-    columns = ["", "", Column("measured", ".4f"), Column("expected", ".4f")]
+    columns = ["", "", "measured", "expected"]
     notes = [remark] if remark else []
     return str(Table(columns, rows, notes, "The figures of this run, and those of the pages"))
 

@@ -20,7 +20,7 @@ from dynorm.layers import PointwiseNorm
 from dynorm.plain import Plain
 from dynorm.replace.converted import layers_without_norms, replaced_by, require_layers
 from dynorm.replace.original import Outputs
-from dynorm.table import Column, Table
+from dynorm.table import Table
 
 Fits = dict[PointwiseNorm, SiteFit]
 # At most this many batches go through the model side by side, and no further one is started once
@@ -79,23 +79,18 @@ class CalibrationReport(Plain):
 
     def __str__(self) -> str:
         """Return the report as a table."""
-        columns: list[str | Column] = [
-            "site",
-            "tokens",
-            Column("beta", ".4g"),
-            Column("error", ".3f"),
-        ]
+        columns = ["site", "tokens", "beta", "error"]
         with_witnesses = any(site.witnesses for site in self.sites)
         if with_witnesses:
-            columns += ["witnesses", Column("explained", ".0%")]
+            columns += ["witnesses", "explained"]
         rows = []
         for site in self.sites:
-            row: list[object] = [site.path, site.tokens, site.beta, site.error]
+            row: list[object] = [site.path, site.tokens, site.beta, f"{site.error:.3f}"]
             if with_witnesses and site.witnesses:
                 channels = " ".join(map(str, site.witnesses.channels))
-                row += [channels or "none", site.witnesses.explained_by_all]
+                row += [channels or "none", f"{site.witnesses.explained_by_all:.0%}"]
             elif with_witnesses:
-                row += ["none", 0.0]
+                row += ["none", "0%"]
             rows.append(row)
         notes = [f"{path}: not reached, or by constant inputs only" for path in self.unreached]
         notes += [f"{path}: left as it is, its norm is not known" for path in self.left]

@@ -21,7 +21,7 @@ from dynorm.guard import (
 from dynorm.layers import LinearControl, PointwiseNorm
 from dynorm.plain import Plain
 from dynorm.replace.converted import require_layers
-from dynorm.table import Column, Table
+from dynorm.table import Table
 
 # The sum of the witnesses counts as at least this part of beta for each channel: if they are always
 # 0, no gain would give them their share.
@@ -44,7 +44,7 @@ class InitializationReport(Plain):
 
     def __str__(self) -> str:
         """Return the report as a table."""
-        columns = ("layer", Column("sigma", ".4g"), Column("beta", ".4g"))
+        columns = ("layer", "sigma", "beta")
         rows = [(path, self.sigma[path], beta) for path, beta in self.beta.items()]
         notes = [f"{path}: not reached" for path in self.unreached]
         return str(Table(columns, rows, notes, f"{len(rows)} layers initialized from one batch"))

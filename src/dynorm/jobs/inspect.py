@@ -23,8 +23,7 @@ def inspect_pretrained(
 ) -> InspectionReport:
     """Run :func:`dynorm.inspect_norms` on a pretrained model and texts or images.
 
-    At most ``samples`` of them (or blocks of texts) are fitted to, and at most ``samples`` others
-    measured on.
+    At most ``samples`` of them (or blocks of texts) are looked at.
     """
     if samples < 1:
         raise ArgumentError(f"samples must be at least 1, got {samples}")
@@ -37,7 +36,6 @@ def inspect_pretrained(
     return inspect_norms(
         job.pretrained.model,
         job.batches(held_out),
-        fit_on=job.batches(job.inputs.fit[:samples]),
         seed=recipe.seed,
         meta=meta,
         decode=getattr(job.pretrained.tokenizer, "convert_ids_to_tokens", None),

@@ -62,7 +62,7 @@ def convert_in_stages_(
     loss there. After an error the model is as it was before.
     """
     batch = data.calibration[len(data.calibration) // 2]
-    sites = find_norms(model, batch)
+    sites = sites_of_original = find_norms(model, batch)
     original = _copied(model)
     course = _Course(model, original, data.compared, say)
     with _restored_on_error(model, original):
@@ -96,7 +96,7 @@ def convert_in_stages_(
             model,
             data.held_out,
             original=original,
-            fit_on=data.calibration,
+            sites=sites_of_original,
             seed=recipe.seed,
             meta=meta | {"recipe": recipe.to_dict()},
         )

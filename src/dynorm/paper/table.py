@@ -12,7 +12,7 @@ from dynorm.paper.fits import CLOSED
 from dynorm.paper.generality import PAPER, Generality, Reproduction, Study
 from dynorm.paper.simulation import STEP, STEPS, Array, channel_betas
 from dynorm.report.rendering import rendered
-from dynorm.table import Column, Table
+from dynorm.table import Table
 
 
 def document(reproduction: Reproduction) -> dict[str, object]:
@@ -124,13 +124,14 @@ def _fit_table(reproduction: Reproduction) -> str:
         if fit.name == CLOSED:
             constant = f"{constant} = C v_o"
         value, mean = paper.get(fit.name, ("", ""))
-        rows.append((fit.name, constant, fit.value, value, fit.mean_absolute_residual, mean))
-    columns: list[str | Column] = [
+        mean_here = _mean_text(fit.mean_absolute_residual)
+        rows.append((fit.name, constant, f"{fit.value:.8g}", value, mean_here, mean))
+    columns: list[str] = [
         "function",
         "constant",
-        Column("value", ".8g"),
+        "value",
         "paper",
-        Column("mean |residual|", _mean_text),
+        "mean |residual|",
         "paper",
     ]
     title = (
@@ -153,11 +154,13 @@ def _outlier_table(
     values: Mapping[str, Array],
     form: str,
 ) -> str:
-    columns: list[str | Column] = ["S", Column("x_o", ".2f")]
+    columns: list[str] = ["S", "x_o"]
     for name in values:
-        columns.append(Column(name, form))
+        columns.append(name)
     steps = range(1, len(x) + 1)
-    rows = list(zip(steps, x, *values.values(), strict=True))
+    rows = []
+    for step, x_o, *row in zip(steps, x, *values.values(), strict=True):
+        rows.append((step, f"{x_o:.2f}", *(format(value, form) for value in row)))
     return f"{Table(columns, rows, title=title)}\n"
 
 
@@ -170,11 +173,11 @@ def _generality_table(generality: Generality) -> str:
         rows.append(_generality_row(f"sigma {study.sigma:g}", study))
     for study in generality.axes["mean"]:
         rows.append(_generality_row(f"mean {study.offset:g} sigma", study))
-    columns: list[str | Column] = ["setting"]
+    columns: list[str] = ["setting"]
     for name in ("DyT", "DyISRU"):
         for quantile in ("5 %", "50 %", "95 %"):
-            columns.append(Column(quantile, ".2g", group=name))
-    columns.append(Column("DyT wins", lambda share: f"{100 * share:.3g}%"))
+            columns.append(f"{name} {quantile}")
+    columns.append("DyT wins")
     title = f"mean |residual| over {len(base.seeds):,} samples per setting: quantiles"
     return f"{Table(columns, rows, title=title)}\n"
 
@@ -182,9 +185,9 @@ def _generality_table(generality: Generality) -> str:
 def _generality_row(setting: str, study: Study) -> tuple[object, ...]:
     return (
         setting,
-        *sorted(study.middle("DyT")),
-        *sorted(study.middle("DyISRU")),
-        study.dyt_wins,
+        *(f"{value:.2g}" for value in sorted(study.middle("DyT"))),
+        *(f"{value:.2g}" for value in sorted(study.middle("DyISRU"))),
+        f"{100 * study.dyt_wins:.3g}%",
     )
 
 

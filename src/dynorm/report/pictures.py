@@ -15,7 +15,6 @@ from dynorm.report.values import FUNCTIONS, CurveFit, Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # Matplotlib only knows fixed colours. These are replaced in the SVG by variables of the page, whose
 # values differ by day and night.
@@ -46,8 +45,9 @@ def svg_picture(name: str, words: str, fit: CurveFit, sample: Picture) -> str:
 
     buffer = io.StringIO()
     # The salt makes the ids of this picture differ from those of the others in the page.
-    options = {"svg.fonttype": "none", "svg.hashsalt": name, "path.simplify": False}
-    with matplotlib.rc_context(options):
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": name, "path.simplify": False}
+    ):
         figure = Figure(figsize=(_WIDTH, _HEIGHT))
         draw(figure.add_axes(_PLACE), fit, sample, _OF_THE_PAGE)
         figure.savefig(buffer, format="svg", transparent=True)

@@ -149,9 +149,14 @@ def stages(report: ModelReport) -> dict[str, Figures]:
         ("refine", "without training"),
         ("distill", "distilled"),
     ):
-        output = known.get(name, {}).get("output")
-        if output:
-            outputs[title] = output
+        stage = known.get(name, {})
+        if not stage.get("output"):
+            continue
+        if not stage.get("kept", True):
+            if name == "refine":
+                continue
+            title += ", not kept"
+        outputs[title] = stage["output"]
     return outputs
 
 
