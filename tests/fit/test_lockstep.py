@@ -79,10 +79,9 @@ def betas(model: nn.Module) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("lean", [0.0, 0.7])
 @pytest.mark.parametrize("place", ["dict", "list", "object", "outside"])
 def test_a_model_that_keeps_a_batch_anywhere_runs_batch_after_batch(
-    place: str, lean: float, monkeypatch: pytest.MonkeyPatch
+    place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No batch gets what another has left, nor the converted model what the original has left."""
     stores = {"dict": {}, "list": [None], "object": SimpleNamespace(), "outside": _outside}
@@ -90,29 +89,27 @@ def test_a_model_that_keeps_a_batch_anywhere_runs_batch_after_batch(
     keeping = Keeping(stores[place])
     passing = Passing(None)
     passing.load_state_dict(keeping.state_dict())
-    dynorm.calibrate_(converted(keeping), batches(), lean=lean)
+    dynorm.calibrate_(converted(keeping), batches())
     monkeypatch.setattr(calibrate, "_RUNS_AT_ONCE", 1)
-    dynorm.calibrate_(converted(passing), batches(), lean=lean)
+    dynorm.calibrate_(converted(passing), batches())
     assert betas(keeping) == pytest.approx(betas(passing), rel=1e-5)
 
 
-@pytest.mark.parametrize("lean", [0.0, 0.7])
 def test_a_model_that_keeps_nothing_runs_side_by_side(
-    lean: float, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     model = converted(Passing(None))
-    started = []
-    add = calibrate._Group.add
+    runs = []
+    fit = calibrate._Group.fit
 
-    def counted(group: Any, *args: Any, **options: Any) -> Any:
-        started.append(group)
-        return add(group, *args, **options)
+    def counted(group: Any, weight: float) -> None:
+        runs.append(len(group.runs))
+        fit(group, weight)
 
-    monkeypatch.setattr(calibrate._Group, "add", counted)
-    dynorm.calibrate_(model, batches(), lean=lean)
-    assert len(started) == 5
-    assert len(set(map(id, started))) == 1
+    monkeypatch.setattr(calibrate._Group, "fit", counted)
+    dynorm.calibrate_(model, batches())
+    assert runs == [5]
 
 
 class CallingAtLast(nn.Module):
@@ -130,8 +127,7 @@ class CallingAtLast(nn.Module):
         return y + z
 
 
-@pytest.mark.parametrize("lean", [0.0, 0.7])
-def test_an_error_ends_runs_that_call_layers_in_a_finally(lean: float) -> None:
+def test_an_error_ends_runs_that_call_layers_in_a_finally() -> None:
     model = converted(CallingAtLast())
     data = batches()
     data[2][0] = float("nan")
@@ -139,7 +135,7 @@ def test_an_error_ends_runs_that_call_layers_in_a_finally(lean: float) -> None:
 
     def work() -> None:
         try:
-            dynorm.calibrate_(model, data, lean=lean)
+            dynorm.calibrate_(model, data)
         except DataError as error:
             errors.append(error)
 
@@ -151,8 +147,7 @@ def test_an_error_ends_runs_that_call_layers_in_a_finally(lean: float) -> None:
     assert "must be finite" in str(errors[0])
 
 
-@pytest.mark.parametrize("lean", [0.0, 0.7])
-def test_batches_may_be_made_with_the_model_itself(lean: float) -> None:
+def test_batches_may_be_made_with_the_model_itself() -> None:
     torch.manual_seed(0)
     model = converted(Passing(None))
     with torch.no_grad():
@@ -160,8 +155,8 @@ def test_batches_may_be_made_with_the_model_itself(lean: float) -> None:
     other = converted(Passing(None))
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
-        report = dynorm.calibrate_(other, (other(x) for x in batches()), lean=lean)
-    dynorm.calibrate_(model, made, lean=lean)
+        report = dynorm.calibrate_(other, (other(x) for x in batches()))
+    dynorm.calibrate_(model, made)
     assert report.batches == 5
     assert betas(other) == pytest.approx(betas(model), rel=1e-5)
 
@@ -179,11 +174,10 @@ class Threaded(nn.Module):
         return first + second
 
 
-@pytest.mark.parametrize("lean", [0.0, 0.7])
-def test_layers_called_in_a_thread_of_the_model_are_refused_by_the_reason(lean: float) -> None:
+def test_layers_called_in_a_thread_of_the_model_are_refused_by_the_reason() -> None:
     model = converted(Threaded())
     with pytest.raises(ModelError, match=r"thread.*started"):
-        dynorm.calibrate_(model, batches(), lean=lean)
+        dynorm.calibrate_(model, batches())
 
 
 class Interrupted(nn.Module):
@@ -204,14 +198,13 @@ class Interrupted(nn.Module):
         return self.norm(y + x)
 
 
-@pytest.mark.parametrize("lean", [0.0, 0.7])
-def test_ctrl_c_leaves_no_thread_behind(lean: float) -> None:
+def test_ctrl_c_leaves_no_thread_behind() -> None:
     model = converted(Interrupted())
     before = betas(model)
     count = threading.active_count()
     model.armed = True
     with pytest.raises(KeyboardInterrupt):
-        dynorm.calibrate_(model, batches(), lean=lean)
+        dynorm.calibrate_(model, batches())
     assert threading.active_count() == count
     assert betas(model) == before
     assert model.training

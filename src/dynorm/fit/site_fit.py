@@ -28,9 +28,6 @@ _PER_DECADE = 4
 _WITNESSED_DECADES = (-1.0, 1.0)
 # With witnesses, beta is at least this part of the layer's typical sum: its logarithm must exist.
 LEAST_BETA = 1e-4
-# Least squares shrinks outputs that it cannot predict, and the shrinkage multiplies site after
-# site. So the slope is multiplied by |correlation|^-1/2, which undoes half of it on a log scale.
-_GIVE_BACK = 0.5
 # This number of values stays in the cache of a CPU core.
 _CHUNK = 1 << 18
 _TINY = torch.finfo(torch.float64).tiny
@@ -56,10 +53,9 @@ class Sums:
 class LeastSquares:
     """The line from the function to the target, of each candidate beta and channel, all (candidates, C)."""
 
-    slope: Tensor  # of the layer: half of the shrinkage is given back
+    slope: Tensor
     offset: Tensor
-    residual: Tensor  # the mean squared error of least squares, by which beta is chosen
-    squared_error: Tensor  # the mean squared error of ``slope``
+    residual: Tensor  # the mean squared error
 
 
 @dataclass(frozen=True)
@@ -195,7 +191,7 @@ class SiteFit:
             beta=self._betas[chosen],
             weight=lines.slope[chosen, channel],
             bias=lines.offset[chosen, channel],
-            squared_error=lines.squared_error[chosen, channel],
+            squared_error=residual[chosen, channel],
         )
 
     @property
@@ -327,7 +323,7 @@ class SiteFit:
         fy = sums.fy / sums.weight
         if self._factor is None:
             residual = yy - 2 * fy + ff
-            return LeastSquares(torch.ones_like(f), torch.zeros_like(f), residual, residual)
+            return LeastSquares(torch.ones_like(f), torch.zeros_like(f), residual)
         # A line through the origin: the moments are those about 0.
         mean_f = mean_y = torch.zeros_like(f)
         var_f = ff
@@ -343,10 +339,6 @@ class SiteFit:
         varies = var_f > DEAD * (var_f + mean_f * mean_f)
         optimum = torch.where(varies, cov / var_f.clamp_min(_TINY), 0.0)
         residual = (var_y - optimum * cov).clamp_min(0)
-        # The best slope's outputs have |correlation| times the target's spread. The ratio is 0 if
-        # the target is.
-        ratio = torch.where(var_y > _TINY, var_f.clamp_min(0) / var_y.clamp_min(_TINY), 0.0)
-        correlation = (optimum.abs() * ratio.sqrt()).clamp(1e-2, 1)
-        slope = torch.where(varies, optimum * correlation**-_GIVE_BACK, self._factor)
-        squared_error = residual + var_f.clamp_min(0) * (slope - optimum).square()
-        return LeastSquares(slope, mean_y - slope * mean_f, residual, squared_error)
+        slope = torch.where(varies, optimum, self._factor)
+        # The slope that stays has no part in the error: its function does not vary.
+        return LeastSquares(slope, mean_y - slope * mean_f, residual)
