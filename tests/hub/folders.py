@@ -12,8 +12,6 @@ from typing import NoReturn
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dynorm.hub import contents
-
 # Ways to damage a saved folder, with the words of the error.
 Damages = dict[str, tuple[Callable[[Path], object], str]]
 
@@ -32,12 +30,9 @@ def full_disk(*arguments: object, **options: object) -> NoReturn:
 
 
 def edit_config(folder: Path, **values: object) -> None:
-    """Change the file, and take its own checksums out, as where someone meant it."""
+    """Change the file, as where someone meant it."""
     path = folder / ("dynorm.json" if (folder / "dynorm.json").exists() else "config.json")
     config = json.loads(path.read_text())
-    sealed = config.get("quantization_config", config)
-    for key in ("sha256", "layers_sha256"):
-        sealed.pop(key, None)
     for key, value in values.items():
         holder = config
         *parents, last = key.split("__")
@@ -55,10 +50,6 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> N
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    if (folder / "dynorm.json").exists():
-        edit_config(folder, weights=contents.weights_entry(folder / "model.safetensors"))
-    else:
-        edit_config(folder, quantization_config__weights=None)
 
 
 def replace_text(folder: Path, name: str, old: str, new: str) -> None:
@@ -81,5 +72,3 @@ def flip(folder: Path) -> None:
 def garbage(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(b"no tensors here")
-    if (folder / "dynorm.json").exists():
-        edit_config(folder, weights=contents.weights_entry(path))
