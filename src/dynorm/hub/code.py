@@ -1,17 +1,17 @@
 """Converted transformers models that load without dynorm, with ``trust_remote_code=True``.
 
-The folder has a file of plain torch layers, :mod:`dynorm.hub.modeling_dynorm`, to which a class for
-the model is added.
+The folder has copies of the layers' own files and of :mod:`dynorm.hub.remote`, and a file with a
+class for the model.
 """
 
+import importlib
 import inspect
 import json
-from collections.abc import Mapping
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -19,15 +19,36 @@ from transformers.models.auto import modeling_auto
 from dynorm import version
 from dynorm.arguments import require_gathered
 from dynorm.errors import ModelError, listed
-from dynorm.files import write_text
-from dynorm.hub import modeling_dynorm
 from dynorm.hub.contents import Contents, read_json
-from dynorm.hub.transformers import CONFIG, config_of, put_back, tie_aliases_
-from dynorm.layers import PointwiseNorm
-from dynorm.wrappers import plain_modules, plain_state
+from dynorm.hub.quantizer import base_prefix
+from dynorm.hub.remote import ADVICE, BARRIER, LAYERS
+from dynorm.hub.transformers import CONFIG, put_back, tie_aliases_
+from dynorm.wrappers import plain_state
 
-MODULE = modeling_dynorm.__name__.rpartition(".")[2]
-_SAVE_INSTEAD = "or save it without remote_code, and import dynorm to load it"
+MODULE = "modeling_dynorm"
+# Plain torch computes the layers: these take the place of the modules of these names.
+_WITHOUT_KERNELS = {
+    "kernels": '''"""Without kernels."""
+
+
+class FunctionCode:
+    """The number of each layer's kernel."""
+
+    DYISRU = DYT = DERF = LINEAR = 0
+
+
+def traced(*tensors):
+    """Return whether a tensor may have no value."""
+    return True
+''',
+    "layers.by_kernel": '''"""Without kernels."""
+
+
+def by_kernel(layer, x):
+    """Return None: no kernel serves."""
+    return None
+''',
+}
 _CLASS = '''
 
 class {name}({part}, transformers.{stock}):
@@ -39,24 +60,13 @@ def write_with_code(model: PreTrainedModel, changes: Contents, folder: Path) -> 
     """Write a transformers model with the code of its layers; ModelError if that cannot be."""
     require_gathered(model)
     kinds = stock_classes(model)
-    values = config_of(model, changes).to_dict()
-    _require_known(model, changes, values)
-    layers = []
-    for entry in values["layers"]:
-        layers.append({key: entry[key] for key in entry if key != "dtypes"})
-    described = {
-        "dynorm_version": version.__version__,
-        "model": _name(kinds[0]),
-        "layers": layers,
-        "biases": values["biases"],
-        "biases_outside": values["biases_outside"],
-    }
-    tensors = plain_state(model, model.state_dict())
-    for path, layer in plain_modules(model, remove_duplicate=False).items():
-        # The positions of the witnesses are in config.json: some programs accept no tensor that is
-        # not a parameter.
-        if isinstance(layer, PointwiseNorm):
-            tensors.pop(f"{path}.witnesses", None)
+    unknown = {spec.layer for spec in changes.layers} - LAYERS.keys()
+    if unknown:
+        raise ModelError(
+            f"a model to save with code must have final layers, but has {listed(unknown)}: call "
+            "dynorm.finalize_ first"
+        )
+    require_one_dtype(model)
     # Without the change that names the layers as a quantization method.
     decorated: Any = PreTrainedModel.save_pretrained
     save_pretrained = getattr(decorated, "_without_dynorm", decorated)
@@ -67,18 +77,62 @@ def write_with_code(model: PreTrainedModel, changes: Contents, folder: Path) -> 
         tie_aliases_(model, changes)
         # The names of the modules, because transformers renames no tensors for code that it does
         # not know.
+        tensors = plain_state(model, model.state_dict())
         save_pretrained(model, folder, state_dict=tensors, save_original_format=False)
     config = read_json(folder / CONFIG)
     # Programs with models of their own must not take theirs for this architecture.
     config["architectures"] = [_name(kinds[0])]
     config["auto_map"] = _auto_map(model, kinds)
-    config["dynorm"] = described
-    config[modeling_dynorm.BARRIER] = modeling_dynorm.ADVICE
+    config["dynorm"] = {
+        "dynorm_version": version.__version__,
+        "model": _name(kinds[0]),
+        "base": base_prefix(model),
+        "layers": [spec.to_dict() for spec in changes.layers],
+        "biases": changes.biases,
+    }
+    config[BARRIER] = ADVICE
     if changes.untied and not getattr(model.config, "is_encoder_decoder", False):
         # transformers ties no tensors that were saved apart. Other programs ask this key.
         config["tie_word_embeddings"] = False
-    write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
-    write_text(folder / f"{MODULE}.py", _source(model, kinds))
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+    files = layer_files()
+    for name, source in files.items():
+        (folder / f"{name}.py").write_text(source, "utf-8")
+    (folder / f"{MODULE}.py").write_text(_modeling(model, kinds, list(files)), "utf-8")
+
+
+def layer_files() -> dict[str, str]:
+    """Return the source of :mod:`dynorm.hub.remote` and all that it needs, by the name of the copy.
+
+    All are in one folder, and import each other from there.
+    """
+    files: dict[str, str] = {}
+    waiting = ["hub.remote"]
+
+    def copied(name: str) -> str:
+        waiting.append(name)
+        return "dynorm_" + name.replace(".", "_")
+
+    def from_module(match: re.Match[str]) -> str:
+        return f"from .{copied(match[1])} import"
+
+    def of_modules(match: re.Match[str]) -> str:
+        lines = []
+        for name in match[1].split(", "):
+            lines.append(f"from . import {copied(name)} as {name}")
+        return "\n".join(lines)
+
+    while waiting:
+        name = waiting.pop()
+        flat = "dynorm_" + name.replace(".", "_")
+        if flat in files:
+            continue
+        source = _WITHOUT_KERNELS.get(name)
+        if source is None:
+            source = inspect.getsource(importlib.import_module(f"dynorm.{name}"))
+        source = re.sub(r"^from dynorm\.([\w.]+) import", from_module, source, flags=re.MULTILINE)
+        files[flat] = re.sub(r"^from dynorm import (.+)$", of_modules, source, flags=re.MULTILINE)
+    return files
 
 
 def stock_classes(model: PreTrainedModel) -> list[type]:
@@ -101,33 +155,16 @@ def stock_classes(model: PreTrainedModel) -> list[type]:
     return kinds
 
 
-def _require_known(model: PreTrainedModel, changes: Contents, values: Mapping[str, object]) -> None:
-    """Refuse layers and dtypes that the code does not know."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        method = model.config.quantization_config
-        if not isinstance(method, Mapping) or method.get("quant_method") != "dynorm":
-            raise ModelError(
-                "a model to save with code must not be quantized: save it before quantizing"
-            )
-    unknown = {spec.layer for spec in changes.layers} - modeling_dynorm.LAYERS.keys()
-    if unknown:
-        raise ModelError(
-            f"a model to save with code must have final layers, but has {listed(unknown)}: call "
-            "dynorm.finalize_ first"
-        )
-    require_one_dtype(model)
-
-
 def require_one_dtype(model: PreTrainedModel) -> None:
     """Refuse a model whose parameters have several dtypes."""
     others = []
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != model.dtype:
             others.append(name)
-    if others and model.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if others:
         raise ModelError(
             f"a model to save with code must have one dtype, but not all parameters are "
-            f"{model.dtype}: {listed(others)}; cast the model, {_SAVE_INSTEAD}"
+            f"{model.dtype}: {listed(others)}; cast the model, or save it without remote_code"
         )
 
 
@@ -150,13 +187,17 @@ def _auto_map(model: PreTrainedModel, kinds: list[type]) -> dict[str, str]:
     return auto_map
 
 
-def _source(model: PreTrainedModel, kinds: list[type]) -> str:
-    """Return the code: the layers, and a class of the configuration and of each model."""
+def _modeling(model: PreTrainedModel, kinds: list[type], files: list[str]) -> str:
+    """Return the code with a class of the configuration and of each model."""
+    lines = ['"""A model of transformers with point-wise layers; written by dynorm."""', ""]
+    lines += ["import transformers", ""]
+    lines.append("from .dynorm_hub_remote import PointwiseConfig, PointwiseModel")
+    lines.append("")
+    lines.append("# transformers copies the files that it sees imported so.")
+    for name in sorted(files):
+        lines.append(f"from .{name} import __doc__ as _")
+    source = "\n".join(lines) + "\n"
     config = type(model.config)
-    source = inspect.getsource(modeling_dynorm)
-    source = source.replace("import torch\n", "import torch\nimport transformers\n", 1)
-    # A directive to the type checker of this repository.
-    source = source.replace("  # type: ignore[call-arg]", "").replace("  # type: ignore[misc]", "")
     source += _CLASS.format(name=_name(config), part="PointwiseConfig", stock=config.__name__)
     for kind in kinds:
         source += _CLASS.format(name=_name(kind), part="PointwiseModel", stock=kind.__name__)
