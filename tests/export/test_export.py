@@ -1,173 +1,198 @@
-"""torch.export and AOTInductor: exported, saved, loaded and run where dynorm is not imported."""
+"""Layers without torch's eager mode: compiled, exported, packaged and in ONNX, with no reduction over channels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch._dynamo.utils import counters
+from torch.export import Dim
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 import dynorm
-from benchmarks.compiled import converted, first, inputs, tiny_model
+from dynorm.layers import PointwiseNorm
 from tests.export.fresh import run_fresh
 
-pytest.importorskip("transformers")
-LAYERS = [dynorm.DyISRU, dynorm.DyT, dynorm.Derf, dynorm.LinearControl]
-TEXT = ["bert", "gpt2"]
-SHAPES = [(3, 13), (1, 2), (7, 64)]
-# torch.export's own.
 pytestmark = [
+    # torch.export's own, and Inductor's.
     pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning"),
-    # Strict export sees transformers collect outputs in a global variable.
-    pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning"),
-    # torch's too: importing Inductor warns.
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    # As DyISRU's limit in the exporter's float32.
+    pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
 ]
+LAYERS = [dynorm.DyISRU, dynorm.DyT, dynorm.Derf, dynorm.LinearControl]
+C, WITNESSES, GAINS = 64, (40, 3), (0.3, 2.0)
+SHAPES = [(2, 8), (3, 11), (7, 3)]
+REDUCTIONS = ("sum", "mean", "var", "norm", "amax", "cumsum", "bmm", "mm.", "Reduce")
+DYNAMIC = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
 
 LOAD = """
 import sys, torch
-for saved in sys.argv[1:]:
-    aoti, folder = saved.endswith("aoti.pt2"), saved.rpartition("/")[0]
-    function = torch._inductor.aoti_load_package(saved) if aoti else torch.export.load(saved).module()
-    with torch.no_grad():
-        found = [function(**example) for example in torch.load(folder + "/examples.pt")]
-    torch.save([y if isinstance(y, torch.Tensor) else y[0] for y in found], saved + ".results")
-print("dynorm" in sys.modules, "transformers" in sys.modules)
+folder = sys.argv[1]
+programs = [torch.export.load(folder + "/layers.pt2").module()]
+programs.append(torch._inductor.aoti_load_package(folder + "/aoti.pt2"))
+with torch.no_grad():
+    found = [[program(x) for x in torch.load(folder + "/examples.pt")] for program in programs]
+torch.save(found, folder + "/results.pt")
+print("dynorm" in sys.modules)
 """
 
 
 class Layers(nn.Module):
-    """Layers of one input, so that one graph or package holds all of them."""
+    """All layers of one input, so that one graph holds all of them."""
 
-    def __init__(
-        self, classes: list[type[dynorm.layers.PointwiseNorm]], dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, witnesses: tuple[int, ...] = (), dim: int = -1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(cls(6, center=True, dtype=dtype) for cls in classes)
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(cls(C, center=True, dim=dim) for cls in LAYERS)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.uniform_(0.2, 1.5)
+        for layer in self.layers:
+            layer.set_witnesses_(witnesses, GAINS[: len(witnesses)])
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([layer(x) for layer in self.layers])
 
 
-def exported(
-    model: nn.Module, example: dict[str, Tensor], *, strict: bool = False
-) -> ExportedProgram:
-    shapes = {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in example}
-    return torch.export.export(model, (), kwargs=example, dynamic_shapes=shapes, strict=strict)
+def tokens(*shape: int) -> Tensor:
+    x = torch.randn(*shape, C, generator=torch.Generator().manual_seed(0))
+    x[..., list(WITNESSES)] *= 20
+    return x
 
 
-class Both(nn.Module):
-    """The layers beside GPT-2, so that each is exported twice and packaged once: half of the test's time is g++'s."""
-
-    def __init__(self, layers: nn.Module, model: nn.Module) -> None:
-        super().__init__()
-        self.layers, self.model = layers, model
-
-    def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        return torch.cat(
-            [self.layers(x).flatten(), first(self.model(input_ids=input_ids)).flatten()]
-        )
+def reducing(names: Any) -> list[str]:
+    """Return the operations that reduce something."""
+    return [name for name in names if any(word in name for word in REDUCTIONS)]
 
 
-def model_and_examples(kind: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
-    """A model, and examples of several shapes, the first to trace with."""
-    examples = [inputs(kind, *shape) for shape in [(2, 8), *SHAPES]]
-    model = converted(tiny_model(kind), examples[0])
-    if kind != "gpt2":
-        return model, examples
-    # Pure ones, and all with witnesses, whose channels are large.
-    layers = Layers([*LAYERS[:3], *LAYERS]).eval()
-    for layer in layers.layers[3:]:
-        layer.set_witnesses_((4, 1), (0.3, 2.0))
-    sizes = torch.tensor([1.0, 30, 1, 1, 9, 1])
-    return Both(layers, model), [
-        {"x": sizes * torch.randn(*e["input_ids"].shape, 6), **e} for e in examples
-    ]
+@pytest.mark.parametrize("witnesses", [(), WITNESSES])
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_compiled_once_for_every_shape(witnesses: tuple[int, ...], dim: int) -> None:
+    model = Layers(witnesses, dim)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for shape in SHAPES:
+        x = tokens(*shape).movedim(-1, dim).requires_grad_()
+        leaves = [x, *model.parameters()]
+        ours, theirs = compiled(x), model(x)
+        assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        found = torch.autograd.grad(ours.sin().sum(), leaves)
+        for got, wanted in zip(found, torch.autograd.grad(theirs.sin().sum(), leaves), strict=True):
+            assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow
-def test_save_load_run_in_a_fresh_process(tmp_path: Path) -> None:
-    """Exported, strictly and not, and packaged by AOTInductor; one process loads all of them."""
-    expected: dict[Path, list[Tensor]] = {}
-    for kind in TEXT:
-        model, examples = model_and_examples(kind)
-        folder = tmp_path / kind
-        folder.mkdir()
-        program = exported(model, examples[0])
-        torch.export.save(program, folder / "non-strict.pt2")
-        torch.export.save(exported(model, examples[0], strict=True), folder / "strict.pt2")
-        if kind != "bert":
-            torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "aoti.pt2"))
-        torch.save(examples, folder / "examples.pt")
-        with torch.no_grad():
-            results = [first(model(**example)) for example in examples]
-        expected |= dict.fromkeys(folder.glob("*.pt2"), results)
-    said = run_fresh(LOAD, *expected)
-    assert said.split() == ["False", "False"]
-    assert len(expected) == 5
-    for path, results in expected.items():
-        for got, result in zip(torch.load(f"{path}.results"), results, strict=True):
-            assert_close(got, result, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("layer", [dynorm.DyISRU(C), dynorm.Derf(C, center=True)])
+def test_a_compiled_block_is_one_loop_without_a_reduction(layer: PointwiseNorm) -> None:
+    from torch._inductor.utils import run_and_get_code
 
+    torch._dynamo.reset()
 
-@pytest.mark.parametrize("kind", ["llama", "vit"])
-def test_export_of_the_other_models(kind: str) -> None:
-    example = inputs(kind, 2, 8)
-    model = converted(tiny_model(kind), example)
-    shapes = {
-        name: {0: Dim.DYNAMIC} if kind == "vit" else {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
-        for name in example
-    }
-    program = torch.export.export(model, (), kwargs=example, dynamic_shapes=shapes)
-    assert not [name for name in targets(program) if "norm" in name]
-    other = inputs(kind, 5, 17)
+    def block(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.silu(layer(x + y))
+
+    x, y = tokens(2, 8), tokens(2, 8)
     with torch.no_grad():
-        assert_close(first(program.module()(**other)), first(model(**other)), rtol=1e-5, atol=1e-5)
+        found, (code,) = run_and_get_code(torch.compile(block, fullgraph=True), x, y)
+    assert_close(found, block(x, y))
+    assert code.count("async_compile.cpp_pybinding(") == 1
+    assert "reduce" not in code
 
 
-def targets(program: ExportedProgram) -> list[str]:
-    return [
-        str(node.target)
-        for node in program.run_decompositions().graph.nodes
-        if node.op == "call_function"
-    ]
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("witnesses", [(), WITNESSES])
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_an_exported_graph_reduces_nothing(
+    witnesses: tuple[int, ...], dim: int, strict: bool
+) -> None:
+    model = Layers(witnesses, dim).eval()
+    x = tokens(3, 5).movedim(-1, dim)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: Dim.DYNAMIC},), strict=strict)
+    nodes = program.run_decompositions().graph.nodes
+    assert not reducing(str(node.target) for node in nodes if node.op == "call_function")
+    other = tokens(7, 5).movedim(-1, dim)
+    assert_close(program.module()(other), model(other), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
-)
-def test_a_layer_reduces_nothing_in_any_dtype(dtype: torch.dtype) -> None:
-    layers = Layers(LAYERS, dtype)
-    x = torch.randn(3, 5, 6, dtype=dtype)
-    program = exported(layers, {"x": x})
-    words = ("sum", "mean", "var", "norm", "amax", "bmm", "mm.")
-    assert not [name for name in targets(program) if any(word in name for word in words)]
-    other = torch.randn(1, 9, 6, dtype=dtype)
-    assert_close(program.module()(x=other), layers(other))
+@pytest.mark.slow
+def test_saved_and_run_where_dynorm_is_not_imported(tmp_path: Path) -> None:
+    model = Layers(WITNESSES).eval()
+    examples = [tokens(*shape) for shape in SHAPES]
+    program = torch.export.export(model, (examples[0],), dynamic_shapes=(DYNAMIC,))
+    torch.export.save(program, tmp_path / "layers.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "aoti.pt2"))
+    torch.save(examples, tmp_path / "examples.pt")
+    assert run_fresh(LOAD, tmp_path).split() == ["False"]
+    for results in torch.load(tmp_path / "results.pt"):
+        for got, x in zip(results, examples, strict=True):
+            assert_close(got, model(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("state", ["program", "module", "unflattened"])
-def test_an_exported_model_is_refused_clearly(state: str) -> None:
-    model, example = Layers(LAYERS[:3]).eval(), {"x": torch.randn(2, 8, 6)}
-    program: Any = exported(model, example)
-    given = {
-        "program": lambda: program,
-        "module": program.module,
-        "unflattened": lambda: torch.export.unflatten(program),
-    }
-    surgery: list[Callable[[Any], Any]] = [
-        lambda it: dynorm.find_norms(it, **example),
-        lambda it: dynorm.convert_(it, []),
-        lambda it: dynorm.calibrate_(it, [example]),
-    ]
-    for call in surgery:
-        with pytest.raises(dynorm.errors.ModelError, match=r"exported.*module"):
-            call(given[state]())
+def onnx_of(model: nn.Module) -> Any:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    program = torch.onnx.export(
+        model, (tokens(2, 8),), dynamo=True, dynamic_shapes=(DYNAMIC,), verbose=False
+    )
+    assert program is not None
+    return program.model_proto
+
+
+def run_onnx(proto: Any, x: Any) -> Tensor:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(
+        proto.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    (y,) = session.run(None, {session.get_inputs()[0].name: x})
+    return torch.from_numpy(y)
+
+
+@pytest.mark.parametrize("witnesses", [(), WITNESSES])
+def test_onnx_reduces_nothing(witnesses: tuple[int, ...]) -> None:
+    model = Layers(witnesses).eval()
+    proto = onnx_of(model)
+    assert not proto.functions
+    assert not reducing(node.op_type for node in proto.graph.node)
+    x = tokens(3, 5)
+    assert_close(run_onnx(proto, x.numpy()), model(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+class RoundedToFloat16(TorchDispatchMode):
+    """Round the result of every operation in float32 to float16, as a graph of float16 does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def rounded(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.dtype == torch.float32:
+                return value.half().float()
+            return value
+
+        return tree_map(rounded, func(*args, **(kwargs or {})))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 300.0, 1e4])
+@pytest.mark.parametrize("cls", LAYERS)
+def test_a_graph_of_float16_overflows_nowhere(cls: type[PointwiseNorm], size: float) -> None:
+    """Other tools convert a whole graph to float16."""
+    float16 = pytest.importorskip("onnxruntime.transformers.float16")
+    layer = cls(C, center=True).eval()
+    layer.set_witnesses_(WITNESSES, GAINS)
+    x = (torch.randn(3, 8, C, generator=torch.Generator().manual_seed(0)) * size).half().float()
+    with torch.no_grad(), RoundedToFloat16():
+        # A mode sees the definition, which is also exported.
+        found = [layer(x)]
+    graph = float16.convert_float_to_float16(onnx_of(layer))
+    found.append(run_onnx(graph, x.numpy().astype(np.float16)))
+    exact = layer.double()(x.double()).detach()
+    for y in found:
+        assert float((y.double() - exact).norm() / exact.norm()) <= 2e-3
+        assert int((y == 0).sum()) == 0

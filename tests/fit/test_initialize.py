@@ -101,7 +101,7 @@ def test_errors_leave_the_constants_as_they_were() -> None:
         dynorm.init_from_batch_(nn.Sequential(DyISRU(8)), torch.zeros(4, 8))
     with pytest.raises(ModelError, match=r"point-wise.*layers"):
         dynorm.init_from_batch_(nn.Linear(8, 8), torch.randn(4, 8))
-    with pytest.raises(dynorm.errors.ArgumentError, match="share.*got 1"):
+    with pytest.raises(dynorm.errors.ArgumentError, match=r"share.*got 1"):
         dynorm.init_from_batch_(model, torch.randn(4, 8), share=1)
 
 

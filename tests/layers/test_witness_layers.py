@@ -209,7 +209,7 @@ def test_bad_witnesses(witnesses: Any, message: str) -> None:
 @pytest.mark.parametrize("witnesses", [17, range(17)])
 def test_a_sum_over_many_channels_is_refused(witnesses: Any) -> None:
     assert len(dynorm.DyISRU(64, witnesses=16).witness_channels) == 16
-    with pytest.raises(ArgumentError, match="at most 16.*got 17.*keep the norm"):
+    with pytest.raises(ArgumentError, match=r"at most 16.*got 17.*keep the norm"):
         dynorm.DyISRU(64, witnesses=witnesses)
 
 
