@@ -15,12 +15,8 @@ OPTIONS_smollm2 := --refine 0 --held-out 96 --keep-original $(BF16)
 OPTIONS_dinov2 := --images build/pictures --refine 0 --held-out 96 --keep-original $(BF16)
 DATA_dinov2 := build/pictures
 OUT := build/$(if $(filter minilm,$(MODEL)),demo,$(MODEL))
-# Steps, not minutes: a slow machine takes longer, and gets the figures of the pages all the same.
-STEPS_minilm := 150
-STEPS_smollm2 := 0
-STEPS_dinov2 := 300
-LENGTH_GIVEN = $(if $(STEPS),--steps $(STEPS)) $(if $(MINUTES),--minutes $(MINUTES))
-LENGTH = $(if $(STEPS)$(MINUTES),$(LENGTH_GIVEN),--steps $(STEPS_$(MODEL)))
+# A slow machine takes longer, and gets the figures of the pages all the same.
+LENGTH := $(if $(STEPS),--steps $(STEPS))
 
 .PHONY: setup demo models test floor architectures lint docs bench fold gone deploy quality retrieval distillation images draws check-figures paper activations study sanitize wheel clean
 
@@ -65,8 +61,8 @@ wheel:
 build/pictures: | .venv/setup.stamp
 	$(BIN)/python tools/pictures.py $@
 
-# The main job on a real model, with its figures next to the committed ones. STEPS=0 fits the constants only; MINUTES=10 distils for
-# that time, whatever the number of steps. MODEL=smollm2 takes a decoder, MODEL=dinov2 an encoder of images;
+# The main job on a real model, with its figures next to the committed ones. STEPS=0 fits the constants only.
+# MODEL=smollm2 takes a decoder, MODEL=dinov2 an encoder of images;
 # these two also write their original.
 demo: setup $(if $(filter minilm,$(MODEL)),,.venv/models.stamp) $(DATA_$(MODEL))
 	@mkdir -p build

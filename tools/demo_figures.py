@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 COMMITTED = {"minilm": RESULTS / "demo.json"}
 # The fields of the recipe that each stage depends on, in addition to those of the stages before.
 DEPENDS = {
-    "calibrate": ("to", "per_channel", "witnesses", "lean", "calibration", "max_length", "seed"),
+    "calibrate": ("to", "per_channel", "witnesses", "calibration", "max_length", "seed"),
     "refine": ("refine", "batch"),
     "distill": ("bf16", "lr", "accumulate"),
 }
@@ -77,7 +77,7 @@ def _difference(measured: Report, expected: Report, fields: tuple[str, ...]) -> 
 
 
 def _steps(report: Report) -> int:
-    """Return the steps that distillation took, which are also known if minutes were given."""
+    """Return the steps that distillation took."""
     stage = report["meta"]["stages"].get("distill", {})
     steps: int = stage.get("steps", 0)
     return steps

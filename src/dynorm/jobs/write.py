@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynorm.errors import ArgumentError, StorageError, listed
-from dynorm.files import replaced_directory, require_replaceable, require_writable, write_text
+from dynorm.files import replaced_directory, require_replaceable, write_text
 from dynorm.replace.edits import is_changed
 from dynorm.report.rendering import rendered
 
@@ -80,7 +80,7 @@ def write_out(
     It gets ``model`` with its card and ``report.json``; ``original``, if that is given; and with a
     recipe ``recipe.json`` and ``report.html``. ``card`` has arguments of :func:`write_card`.
     """
-    require_writable(out)
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with replaced_directory(
         out, overwrite=overwrite or out.is_dir(), keep_others=False, markers=(REPORT,)
     ) as new:
