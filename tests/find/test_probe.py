@@ -375,7 +375,11 @@ ONES = torch.ones(C)
             "neither LayerNorm nor RMSNorm",
         ),
         # As in Cohere's and Chameleon's attention.
-        (Norm(lambda s, x: rms(x) * s.w, w=torch.rand(4, C)), HEADS, "holds matrices, or a scale that differs"),
+        (
+            Norm(lambda s, x: rms(x) * s.w, w=torch.rand(4, C)),
+            HEADS,
+            "holds matrices, or a scale that differs",
+        ),
         (Norm(lambda s, x: standardize(x, 1)), TOKENS, "unmarked axis"),
         (Norm(lambda s, x: torch.ones_like(x)), TOKENS, "constant"),
         (Norm(lambda s, x: F.dropout(rms(x))), TOKENS, "random"),

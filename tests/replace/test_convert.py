@@ -334,9 +334,7 @@ def test_layers_by_glob(to: Any, layers: list[str]) -> None:
 def test_options_by_glob_lack_nothing_that_the_call_has() -> None:
     model = three_norms()
     to: Any = {"2": {"to": "derf", "witnesses": (1, 0)}, "4": {"to": "annealed", "witnesses": 0}}
-    report = dynorm.convert_(
-        model, dynorm.find_norms(model, X), to, per_channel=True, witnesses=16
-    )
+    report = dynorm.convert_(model, dynorm.find_norms(model, X), to, per_channel=True, witnesses=16)
     assert report.to == "dyisru, derf, annealed"
     assert report.layers == ["dyisru", "derf", "annealed"]
     assert [line.split()[-1] for line in str(report).splitlines()[-3:]] == report.layers

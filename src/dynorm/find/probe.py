@@ -277,7 +277,6 @@ _NORM_NAME = re.compile(
 )
 
 _MODULE_TABLES = frozenset(nn.Module().__dict__)
-_CONSTANTS = (int, float, str, torch.dtype, type(None))
 
 
 def find_norms(
@@ -411,16 +410,11 @@ class NormSearch:
         self._sites[seen.module] = site
 
     def _add_uncalled(self) -> None:
-        """Add the modules named norms that the run did not reach, only the innermost of them."""
+        """Add the modules named norms, without parts, that the run did not reach."""
         covered = self._covered()
-        uncalled = []
         for seen in self._observations:
-            if not seen.calls and seen.module not in covered and _is_named_norm(seen.module):
-                uncalled.append(seen)
-        covered.update(seen.module for seen in uncalled)
-        for seen in uncalled:
-            parts = [part for part in seen.module.modules() if part is not seen.module]
-            if not covered.isdisjoint(parts):
+            is_known = seen.calls > 0 or seen.module in covered
+            if is_known or seen.module._modules or not _is_named_norm(seen.module):
                 continue
             reason = "never called with tokens by the example; give one that reaches it, if any does"
             self._sites[seen.module] = _refused(seen, _family(seen.module) or reason)
@@ -431,9 +425,7 @@ class NormSearch:
         for seen in self._observations:
             if seen.functions and seen.module not in covered:
                 names = " and ".join(sorted(seen.functions))
-                reason = (
-                    f"calls {names} as a function: write it as a module to have it replaced"
-                )
+                reason = f"calls {names} as a function: write it as a module to have it replaced"
                 self._sites[seen.module] = _refused(seen, reason)
 
     def _covered(self) -> set[nn.Module]:
@@ -517,18 +509,16 @@ def has_other_forward(module: nn.Module) -> bool:
 
 def _key_of(module: nn.Module) -> Iterator[Hashable]:
     """Yield everything that decides how a module computes, except the values of its tensors."""
+    for name, tensor in named_tensors(module).items():
+        yield name, tensor.shape, tensor.dtype
     for part in module.modules():
         yield type(part), part.training
-        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        for name, tensor in tensors:
-            yield name, tensor.shape, tensor.dtype
-        for name in sorted(part.__dict__.keys() - _MODULE_TABLES):
-            value = part.__dict__[name]
-            items = value if isinstance(value, tuple) else (value,)
-            # Equal numbers mean the same; objects may change.
-            if all(isinstance(item, _CONSTANTS) for item in items):
-                yield name, value
-            else:
+        for name in sorted(vars(part).keys() - _MODULE_TABLES):
+            value = vars(part)[name]
+            try:
+                yield name, hash(value), value
+            # A list, which is equal only to itself, as it may change.
+            except TypeError:
                 yield name, id(value)
 
 

@@ -180,9 +180,7 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.square().mean().sqrt())
 
 
-def _closest(
-    function: TokenFunction, kinds: Sequence[str] = ("layernorm", "rmsnorm")
-) -> Formula:
+def _closest(function: TokenFunction, kinds: Sequence[str] = ("layernorm", "rmsnorm")) -> Formula:
     """Return the formula closest to a function.
 
     A norm's core is odd: f(x) - f(-x) depends only on the weight, and f(x) + f(-x) only on the
