@@ -20,7 +20,6 @@ from dynorm.fold.site import site_folds
 from dynorm.guard import undisturbed
 from dynorm.replace.convert import Globs
 from dynorm.replace.edits import edits_of, is_changed
-from dynorm.replace.weights import exact_edit
 from dynorm.stream.capture import Graph
 from dynorm.stream.tensors import detached_copy
 
@@ -148,7 +147,7 @@ def fold_(
             before = Check(model, example, tolerance) if check else None
             if before is not None and tolerance is None and plan.is_inexact:
                 before.tolerance = max(before.tolerance, redundant)
-            with exact_edit(model), applied(model, plan):
+            with applied(model, plan):
                 if before is not None:
                     checked = before.require_same(model)
                 else:

@@ -25,8 +25,6 @@ class Replaced(NamedTuple):
     module: nn.Module
     site: NormSite
     witnesses: int = 0  # how many calibrate_ may give the layer
-    auto: bool = False  # whether calibrate_ chooses the layer too
-    why: str = ""  # the reason for that choice
 
 
 def replaced_by(layer: nn.Module) -> Replaced | None:
