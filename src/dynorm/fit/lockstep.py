@@ -162,6 +162,56 @@ def stopping_at(layers: Iterable[PointwiseNorm]) -> Iterator[None]:
         yield
 
 
+# The other run continues with outputs of another size. So it differs even if the batches are equal.
+_OTHER_SIZE = 1.1
+
+
+def can_share(
+    model: nn.Module, layers: Iterable[PointwiseNorm], first: Batch, second: Batch
+) -> bool:
+    """Return whether several batches can run through a model side by side, by trying it.
+
+    They cannot if a run stores a value, on a module or elsewhere, that another run would read. The
+    trial uses the norms, and ``second`` may be the same batch as ``first``.
+    """
+    layers = list(layers)
+    alone = _inputs(model, layers, first)
+    try:
+        beside = _inputs(model, layers, first, second)
+    except DataError:
+        # A value stored by the other run may have had the wrong shape. Any other error comes again
+        # in the calibration.
+        return False
+    return len(beside) == len(alone) and all(map(_are_close, beside, alone))
+
+
+def _inputs(
+    model: nn.Module, layers: list[PointwiseNorm], batch: Batch, other_batch: Batch | None = None
+) -> list[Tensor]:
+    """Return the summaries of the layers' inputs for a batch, while another one may run in turn with it."""
+
+    def answer(layer: PointwiseNorm, x: Tensor) -> Tensor:
+        return original_forward(layer, x) * _OTHER_SIZE
+
+    inputs: list[Tensor] = []
+    runs: list[PausedRun] = []
+    with undisturbed(model, (batch, other_batch), attributes=True), stopping_at(layers):
+        try:
+            run = PausedRun(model, batch)
+            runs.append(run)
+            if other_batch is not None:
+                runs.append(PausedRun(model, other_batch, answer))
+            while run.call is not None:
+                inputs.append(_summary(run.call.x))
+                for each in runs:
+                    if each.call is not None:
+                        each.resume()
+        finally:
+            for started in runs:
+                started.close()
+    return inputs
+
+
 def fed_by_norms_only(
     model: nn.Module, layers: Iterable[PointwiseNorm], batch: Batch
 ) -> set[PointwiseNorm]:
@@ -185,73 +235,6 @@ def fed_by_norms_only(
     return {layer for layer, are_alike in alike.items() if are_alike}
 
 
-# The other run continues with outputs of another size. So it differs even if the batches are equal.
-_OTHER_SIZE = 1.1
-
-
-def can_share(
-    model: nn.Module, layers: Iterable[PointwiseNorm], first: Batch, second: Batch
-) -> bool:
-    """Return whether several batches can run through a model side by side, by trying it.
-
-    They cannot if a run stores a value, on a module or elsewhere, that another run would read. The
-    trial uses the norms, and ``second`` may be the same batch as ``first``.
-    """
-    layers = list(layers)
-    keeps_something = False
-    inputs_alone: list[Tensor] = []
-    before: list[dict[str, _Held]]  # with the hooks, which are attributes too
-
-    def look(layer: PointwiseNorm, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        nonlocal keeps_something
-        keeps_something = keeps_something or _held_by_modules(model) != before
-        inputs_alone.append(_summary(args[0]))
-        return original_forward(layer, *args)
-
-    with undisturbed(model, first, attributes=True), hooked(layers, look):
-        before = _held_by_modules(model)
-        call(model, first)
-        keeps_something = keeps_something or _held_by_modules(model) != before
-    if keeps_something:
-        return False
-    try:
-        inputs = _inputs_beside(model, layers, first, second)
-    except DataError:
-        # A value stored by the other run may have had the wrong shape. Any other error comes again
-        # in the calibration.
-        return False
-    if len(inputs) != len(inputs_alone):
-        return False
-    return all(map(_are_close, inputs, inputs_alone))
-
-
-def _inputs_beside(
-    model: nn.Module, layers: list[PointwiseNorm], first: Batch, second: Batch
-) -> list[Tensor]:
-    """Return the summaries of the layers' inputs for a batch while another one runs in turn with it."""
-
-    def answer(layer: PointwiseNorm, x: Tensor) -> Tensor:
-        return original_forward(layer, x) * _OTHER_SIZE
-
-    inputs: list[Tensor] = []
-    runs: list[PausedRun] = []
-    with undisturbed(model, (first, second), attributes=True), stopping_at(layers):
-        try:
-            run = PausedRun(model, first)
-            runs.append(run)
-            other = PausedRun(model, second, answer)
-            runs.append(other)
-            while run.call is not None:
-                inputs.append(_summary(run.call.x))
-                run.resume()
-                if other.call is not None:
-                    other.resume()
-        finally:
-            for started in runs:
-                started.close()
-    return inputs
-
-
 def _summary(x: Tensor) -> Tensor:
     """Return the means over an input's last axis, one number per row: no copy of all of it."""
     return upcast(x.detach()).mean(-1) if x.ndim else upcast(x.detach())
@@ -262,40 +245,6 @@ def _are_close(x: Tensor, y: Tensor) -> bool:
         return False
     # The difference of two infinities is NaN, so they are compared as they are.
     return bool((x - y).norm() <= _SAME * y.norm()) or torch.equal(x, y)
-
-
-class _Held:
-    """A value of an attribute, to be compared with a later one.
-
-    Two are equal if they are the same object, and it has not changed between: a tensor by its count
-    of writes, a container by its length.
-    """
-
-    def __init__(self, value: object) -> None:
-        self._value = value  # While it is kept, no other object can get its address.
-        self._writes = 0
-        if isinstance(value, Tensor) and not value.is_inference():
-            self._writes = value._version
-        elif isinstance(value, (list, dict, set)):
-            self._writes = len(value)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Held)
-            and self._value is other._value
-            and self._writes == other._writes
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _held_by_modules(model: nn.Module) -> list[dict[str, _Held]]:
-    """Return the attributes, parameters and buffers of all modules."""
-    tables = []
-    for module in model.modules():
-        for table in (vars(module), module._parameters, module._buffers):
-            tables.append({name: _Held(value) for name, value in table.items()})
-    return tables
 
 
 class _TorchState:
