@@ -36,7 +36,6 @@ TOOLS = (
     ("recipe",),
     ("batches",),
     ("guard",),
-    ("ranks",),
     ("outputs",),
     ("find",),
     ("stream",),

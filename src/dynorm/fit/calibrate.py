@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks
 from dynorm.broadcast import layers_from_first_rank_
 from dynorm.errors import CalibrationWarning
-from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, fed_by_norms_only, stopping_at
-from dynorm.fit.site_fit import POST_NORM_LEAN, SiteFit
+from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, stopping_at
+from dynorm.fit.site_fit import SiteFit
 from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
 from dynorm.layers import PointwiseNorm
@@ -27,6 +27,12 @@ Fits = dict[PointwiseNorm, SiteFit]
 # they have this many tokens. The inputs of a layer for all of them are in memory at a time.
 _TOKENS_AT_ONCE = 1 << 15
 _RUNS_AT_ONCE = 64
+# Where a layer's target lies between the norm's output on the layer's own inputs, at 0, and the norm's
+# output in the original model, at 1, which undoes errors of the layers before. Measured without
+# training, with 0 and with this: an encoder with norms after the sums, no witnesses, has a cosine
+# of .76 and .87; one of images with norms before them .83 and .86, and with 8 witnesses .93 and
+# .91; a decoder with 8 witnesses a divergence of .41 and .30.
+_LEAN = 0.7
 # With fewer tokens the reported error is too small: the error on other tokens is some tenths larger
 # (measured with a LayerNorm and an RMSNorm of 64 channels).
 FEW_TOKENS = 64
@@ -114,7 +120,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Batch]) -> CalibrationReport:
     the model in the same way and are added to the sums. They count more, because better constants
     produced their inputs.
 
-    The cost is two forward passes over the data, four more over one batch to try the model, and
+    The cost is two forward passes over the data, three more over one batch to try the model, and
     about 17 point-wise functions per site. The activations of 32,768 tokens at one site are in
     memory, plus O(C) per site. A model that keeps something of a batch, on its modules or elsewhere,
     runs batch after batch; each layer is then fitted to one batch more at a time.
@@ -212,8 +218,6 @@ def _fit_groups(model: nn.Module, fits: Fits, batches: Iterable[Batch]) -> int:
     remaining = iterate(batches)
     looked_at = list(islice(remaining, 2))
     side_by_side = can_share(model, fits, looked_at[0], looked_at[-1])
-    for layer in fed_by_norms_only(model, fits, looked_at[0]):
-        fits[layer].lean = POST_NORM_LEAN
     remaining = chain(looked_at, remaining)
     group_number = 0
     used = 0
@@ -288,7 +292,7 @@ class _Run:
         original = outputs.pop(0) if outputs else None
         if original is None or original.shape != call.norm_output.shape:
             return call.norm_output
-        return torch.lerp(call.norm_output, original, self._fits[call.layer].lean)
+        return torch.lerp(call.norm_output, original, _LEAN)
 
     def _advance_original(self) -> bool:
         """Keep the norm's output where the original model waits, and let it go on; False at its end."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.arguments import upcast
-from dynorm.batches import Batch, call, site_tokens, token_masks
+from dynorm.batches import Batch, call
 from dynorm.errors import DataError, ModelError
 from dynorm.guard import hooked, undisturbed
 from dynorm.layers import PointwiseNorm
@@ -210,29 +210,6 @@ def _inputs(
             for started in runs:
                 started.close()
     return inputs
-
-
-def fed_by_norms_only(
-    model: nn.Module, layers: Iterable[PointwiseNorm], batch: Batch
-) -> set[PointwiseNorm]:
-    """Return the layers whose inputs come from the outputs of other layers only, as in a post-norm encoder.
-
-    The batch runs once with all outputs 0. In a pre-norm model the residual stream passes the norms
-    by, so the tokens still differ. An input in which all tokens are alike has nothing but norms
-    before it.
-    """
-    masks = token_masks(batch)
-    alike: dict[PointwiseNorm, bool] = {}
-
-    def silence(layer: PointwiseNorm, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        x = site_tokens(layer, args[0], masks)
-        spread = (x - x.mean(0)).norm()
-        alike[layer] = alike.get(layer, True) and bool(spread <= _SAME * x.norm())
-        return torch.zeros_like(output)
-
-    with undisturbed(model, batch, attributes=True), hooked(layers, silence):
-        call(model, batch)
-    return {layer for layer, are_alike in alike.items() if are_alike}
 
 
 def _summary(x: Tensor) -> Tensor:

@@ -16,10 +16,6 @@ from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
 from dynorm.replace.converted import Replaced
 from dynorm.theory import own_betas
 
-# The lean: where a layer's target lies between the norm's output on the layer's own inputs, at 0, and
-# the norm's output in the original model, at 1, which undoes errors of the layers before.
-POST_NORM_LEAN = 0.7
-PRE_NORM_LEAN = 0.0
 # Candidates for beta, in units of the first estimate: from a tenth, where all but the smallest
 # values saturate, to a thousand, where the function is a straight line.
 _DECADES = (-1.0, 3.0)
@@ -91,7 +87,6 @@ class SiteFit:
         self.kind = norm.site.kind
         self.eps = norm.site.eps
         self.tokens = 0
-        self.lean = PRE_NORM_LEAN
         self.witnesses: Witnesses | None = None
         self._function: type[PointwiseNorm] = type(layer)
         self._factor: Tensor | None = None
