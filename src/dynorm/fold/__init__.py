@@ -1,10 +1,11 @@
 """Fold the linear parts of norms into their neighbours, exactly, on the graph of any model.
 
-``fold.py`` has the steps in order. ``plan.py`` is the analysis: ``rewrites.py``, ``through.py`` and
-``redundant.py`` decide where each part of each norm goes, and ``values.py`` computes the new
-weights. ``apply.py`` puts the plan into the model, and ``check.py`` compares the outputs. Reasons
-for a refusal are in these files and in ``refusals.py``; in ``dynorm.stream``, if they concern the
-graph.
+``fold.py`` has the steps in order. ``trace.py`` traces the model into a graph (``graph.py``),
+``channels.py`` follows the channels of a value through it, ``operators.py`` recognises linear
+operators, and ``stream.py`` collects the readers and streams around the norms. ``plan.py`` decides
+where each part of each norm (``site.py``) goes and computes the new weights; ``redundant.py``
+decides about whole norms. ``apply.py`` puts the plan into the model, and ``check.py`` compares the
+outputs. ``means.py`` and ``stock.py`` are uses of a fold.
 """
 
 from dynorm.fold.fold import fold_

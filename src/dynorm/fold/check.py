@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dynorm.batches import Inputs
 from dynorm.dtypes import HALVES
 from dynorm.errors import DataError, DynormError, ModelError
+from dynorm.fold.tensors import detached_copy, mapped, tensors_in
 from dynorm.guard import Function, FunctionMode, undisturbed
-from dynorm.stream.tensors import detached_copy, held_tensors, mapped, tensors_in
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # The folded weights are rounded once more than the original's: sqrt(2) of its noise, and a margin.
@@ -49,12 +49,7 @@ class Check:
         tolerance: the relative error to allow; None chooses it by dtype.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        example: Inputs,
-        tolerance: float | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, example: Inputs, tolerance: float | None = None) -> None:
         self.dtype = _narrowest_dtype(model)
         self.inputs = [detached_copy(example)]
         self._before = [self._of_example(model)]
@@ -76,10 +71,8 @@ class Check:
 
     def errors(self, model: nn.Module) -> list[float]:
         """Return the largest relative error of each output now."""
-        errors = []
-        for inputs, before in zip(self.inputs, self._before, strict=True):
-            errors.append(_errors(self._outputs(model, inputs), before))
-        return _largest(errors)
+        outputs = [self._outputs(model, inputs) for inputs in self.inputs]
+        return _largest_errors(outputs, self._before)
 
     def require_same(self, model: nn.Module) -> dict[str, object]:
         """Check that the outputs are the same, and return the figures for a report.
@@ -87,35 +80,27 @@ class Check:
         In half precision each output is also compared with its own noise.
         """
         errors = self.errors(model)
-        excess = self._excess(errors)
-        if excess is not None:
-            error, allowed = excess
-            inputs = "the example or fresh random inputs" if self.fresh else "the example"
-            raise ModelError(
-                f"the folded model's outputs must be the original's to {allowed:.1e}, but "
-                f"differ by {error:.1e} on {inputs}; everything was put back. A branch that the "
-                "example does not take may read a norm, an operator may write into it in place, or "
-                "rounding needs a larger tolerance=; only= and skip= help to find the site"
-            )
+        limits = [(max(errors), self.tolerance)]
+        rounding = 2 * torch.finfo(self.dtype).eps
+        if self._noises:
+            for error, noise in itertools.zip_longest(errors, self._noises, fillvalue=0.0):
+                limits.append((error, max(_NOISE_OF_ONE * noise, rounding)))
+        for error, allowed in reversed(limits):
+            # A comparison with NaN is False.
+            if not error <= allowed:
+                inputs = "the example or fresh random inputs" if self.fresh else "the example"
+                raise ModelError(
+                    f"the folded model's outputs must be the original's to {allowed:.1e}, but "
+                    f"differ by {error:.1e} on {inputs}; everything was put back. A branch that "
+                    "the example does not take may read a norm, an operator may write into it in "
+                    "place, or rounding needs a larger tolerance=; paths= helps to find the site"
+                )
         return {
             "error": max(errors),
             "tolerance": self.tolerance,
             "noise": self.noise,
             "fresh": self.fresh,
         }
-
-    def _excess(self, errors: Sequence[float]) -> tuple[float, float] | None:
-        """Return an error that is too large, with the largest allowed one; None if all are small."""
-        if self._noises:
-            rounding = 2 * torch.finfo(self.dtype).eps
-            for error, noise in itertools.zip_longest(errors, self._noises, fillvalue=0.0):
-                allowed = max(_NOISE_OF_ONE * noise, rounding)
-                if not error <= allowed:
-                    return error, allowed
-        largest = max(errors)
-        if not largest <= self.tolerance:
-            return largest, self.tolerance
-        return None
 
     def _of_example(self, model: nn.Module) -> list[Tensor]:
         try:
@@ -132,7 +117,7 @@ class Check:
                 "the model must return floating-point tensors to be checked, but its outputs hold "
                 "none"
             )
-        if not _all_comparable(outputs):
+        if not _are_comparable(outputs):
             raise DataError(
                 "the model's outputs must hold finite numbers to be checked, but for the example "
                 "one is all NaN or infinite: pass another example"
@@ -140,10 +125,10 @@ class Check:
         return outputs
 
     def _add_fresh(self, model: nn.Module, seed: int) -> None:
-        """Add the first inputs that the model takes: all random, or some kept as in the example."""
+        """Add the first inputs that the model takes: all random, or only the varied floats."""
         example = self.inputs[0]
-        for integers, constants in itertools.product((True, False), (True, False)):
-            inputs = fresh(example, seed, integers, constants)
+        for all_random in (True, False):
+            inputs = fresh(example, seed, all_random)
             if _are_equal(inputs, example):
                 continue
             try:
@@ -151,8 +136,8 @@ class Check:
             # A model may refuse random numbers: a token that marks an image, a range that it checks.
             except Exception:
                 continue
-            is_finite = _all_finite(outputs) or not _all_finite(self._before[0])
-            if _all_comparable(outputs) and is_finite:
+            is_finite = _are_finite(outputs) or not _are_finite(self._before[0])
+            if _are_comparable(outputs) and is_finite:
                 self.inputs.append(inputs)
                 self._before.append(outputs)
                 return
@@ -171,7 +156,7 @@ class Check:
                 f"is measured, but that raised {type(error).__name__}: {error}; pass tolerance= to "
                 "compare in half precision"
             ) from error
-        noises = _largest(list(map(_errors, self._before, outputs)))
+        noises = _largest_errors(self._before, outputs)
         self.noise = max(noises)
         self._before = outputs
         if tolerance is not None:
@@ -196,45 +181,54 @@ class Check:
             # A layer that is gone returns its input, and a later operator in place would write
             # into the caller's tensor. So the inputs after the call are compared too.
             for tensor in (*args, *kwargs.values()):
-                if isinstance(tensor, Tensor) and _is_plain(tensor):
+                if isinstance(tensor, Tensor) and _is_dense(tensor):
                     outputs.append(tensor.nan_to_num())
-        fractions = [t for t in outputs if t.is_floating_point() or t.is_complex()]
-        return [_dense_double(tensor) for tensor in fractions]
+        doubles = []
+        for tensor in outputs:
+            if not _is_dense(tensor):
+                raise ModelError(
+                    "the model's outputs must be dense tensors to be checked, but one is nested or "
+                    "sparse: check=False skips the check"
+                )
+            if tensor.is_complex():
+                doubles.append(torch.view_as_real(tensor.resolve_conj()).double())
+            elif tensor.is_floating_point():
+                doubles.append(tensor.double())
+        return doubles
+
+
+def run(model: nn.Module, inputs: Inputs) -> object:
+    """Call a model on a copy of its inputs; nothing of the call stays."""
+    args, kwargs = detached_copy(inputs)
+    with undisturbed(model, inputs, attributes=True):
+        return model(*args, **kwargs)
 
 
 def _narrowest_dtype(model: nn.Module) -> torch.dtype:
-    """Return the floating-point dtype of the parameters with the fewest bits, then digits."""
+    """Return the floating-point dtype of the parameters with the fewest digits."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-
-    def precision(dtype: torch.dtype) -> tuple[int, float]:
-        info = torch.finfo(dtype)
-        return info.bits, -info.eps
-
-    return min(dtypes, key=precision, default=torch.float32)
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def _float(tensor: Tensor) -> Tensor:
     return tensor.detach().float() if tensor.dtype in HALVES else tensor
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested
-
-
-def _dense_double(tensor: Tensor) -> Tensor:
-    """Return a tensor of any layout as a dense one in float64."""
-    if tensor.is_nested:
-        tensor = torch.nested.to_padded_tensor(tensor, 0.0)
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.double()
 
 
 def relative_error(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Return the largest |tensor - exact| / |exact| over several tensors, in the Euclidean norm."""
     return max(_errors(tensors, exact), default=0.0)
+
+
+def _largest_errors(
+    samples: Sequence[Sequence[Tensor]], exact: Sequence[Sequence[Tensor]]
+) -> list[float]:
+    """Return the largest error of each output over the samples."""
+    errors = map(_errors, samples, exact)
+    return [max(column) for column in itertools.zip_longest(*errors, fillvalue=0.0)]
 
 
 def _errors(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
@@ -257,46 +251,36 @@ def _error(tensor: Tensor, exact: Tensor) -> float:
     return math.inf if difference else 0.0
 
 
-def _largest(errors: Sequence[Sequence[float]]) -> list[float]:
-    """Return the largest error of each output over the samples."""
-    return [max(column) for column in itertools.zip_longest(*errors, fillvalue=0.0)]
-
-
-def _all_comparable(tensors: Sequence[Tensor]) -> bool:
+def _are_comparable(tensors: Sequence[Tensor]) -> bool:
     return all(bool(tensor.isfinite().any()) for tensor in tensors if tensor.numel())
 
 
-def _all_finite(tensors: Sequence[Tensor]) -> bool:
+def _are_finite(tensors: Sequence[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def _are_equal(inputs: Inputs, example: Inputs) -> bool:
     """Return whether the tensors are equal; those of other layouts are never drawn at random."""
-    for a, b in zip(held_tensors(inputs), held_tensors(example), strict=True):
-        if _is_plain(a) and not a.nan_to_num().equal(b.nan_to_num()):
+    for a, b in zip(tensors_in(inputs), tensors_in(example), strict=True):
+        if _is_dense(a) and not a.nan_to_num().equal(b.nan_to_num()):
             return False
     return True
 
 
-def fresh(
-    inputs: Inputs,
-    seed: int,
-    integers: bool = True,
-    constants: bool = True,
-) -> Inputs:
+def fresh(inputs: Inputs, seed: int, all_random: bool = True) -> Inputs:
     """Return random inputs like an example.
 
-    Without ``integers`` or ``constants``, tensors of integers or of one number stay as they are.
+    If not ``all_random``, tensors of integers or of one number stay as they are.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
 
     def renewed(value: Tensor) -> Tensor:
         same = value.detach().clone()
-        if not _is_plain(value) or value.is_quantized or not value.numel():
+        if not _is_dense(value) or value.is_quantized or not value.numel():
             return same
         if value.is_floating_point():
-            drawn = _fresh_floats(same, generator, constants)
-        elif integers and value.dtype in _INTEGERS:
+            drawn = _fresh_floats(same, generator, all_random)
+        elif all_random and value.dtype in _INTEGERS:
             drawn = _fresh_integers(same, generator)
         else:
             return same
@@ -322,23 +306,13 @@ def _fresh_floats(value: Tensor, generator: torch.Generator, constants: bool) ->
     # A mask of zeros and minus infinities is not an activation.
     if not bool(values.isfinite().all()) or (is_constant and not constants):
         return value
-    is_zero = is_constant and low == 0
-    has_both_signs = low < 0 < high
-    if is_zero or has_both_signs:
+    if low < 0 < high or low == high == 0:
         normal = torch.randn(values.shape, generator=generator, dtype=torch.float64, device="cpu")
-        if is_zero:
-            return normal
-        return values.mean() + values.std() * normal
+        size = 1.0 if is_constant else float(values.std())
+        return values.mean() + size * normal
     # Numbers of one sign may need it, as under a logarithm.
     if is_constant:
         low *= 0.5
         high *= 1.5
     uniform = torch.rand(values.shape, generator=generator, dtype=torch.float64, device="cpu")
     return low + (high - low) * uniform
-
-
-def run(model: nn.Module, inputs: Inputs) -> object:
-    """Call a model on a copy of its inputs; nothing of the call stays."""
-    args, kwargs = detached_copy(inputs)
-    with undisturbed(model, inputs, attributes=True):
-        return model(*args, **kwargs)

@@ -1,40 +1,41 @@
 """``fold_``: exact algebra on a model's own graph."""
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from dynorm.arguments import check_not_negative
 from dynorm.batches import example_arguments
 from dynorm.errors import DynormError, ModelError
-from dynorm.find.probe import NormSearch
+from dynorm.find import find_norms
 from dynorm.fold.apply import applied
 from dynorm.fold.check import Check, run
 from dynorm.fold.plan import Options, planned
-from dynorm.fold.redundant import mean_squares
-from dynorm.fold.refusals import require_model
-from dynorm.fold.report import FoldReport
-from dynorm.fold.rows import row_of
+from dynorm.fold.redundant import watched
+from dynorm.fold.report import FoldReport, row_of
 from dynorm.fold.site import site_folds
-from dynorm.guard import undisturbed
-from dynorm.replace.convert import Globs
+from dynorm.fold.tensors import detached_copy
+from dynorm.fold.trace import Graph
+from dynorm.guard import require_plain_model, undisturbed
 from dynorm.replace.edits import edits_of, is_changed
-from dynorm.stream.capture import Graph
-from dynorm.stream.tensors import detached_copy
+from dynorm.site import NormSite
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 def fold_(
     model: nn.Module,
     *args: Any,
+    sites: Sequence[NormSite] | None = None,
+    paths: Collection[str] | None = None,
     affine: bool = True,
     center: bool = True,
     center_partly: bool = False,
     redundant: float = 0.0,
     add_bias: bool = False,
     untie: bool = False,
-    only: Globs = None,
-    skip: Globs = None,
     check: bool = True,
     tolerance: float | None = None,
     **kwargs: Any,
@@ -42,21 +43,19 @@ def fold_(
     r"""Fold the linear parts of a model's norms into its neighbours, in place.
 
     The outputs stay the same. A norm is ``weight * core(x) + bias``, and LayerNorm's core centres
-    first, with P = I - 11^T / C. Four rewrites:
+    first, with P = I - 11^T / C. Three rewrites:
 
     - *affine*: into everything that reads the norm, ``W' = W diag(weight)``, ``b' = b + W bias``,
       if all of that is linear. Weight and bias stay as ones and zeros, so that the model's own
-      class loads it; a point-wise layer drops them, and its scale.
+      class loads it. A point-wise layer drops them, and its scale; a linear layer without
+      witnesses is removed as a whole.
     - *center*: out of everything that writes into the residual stream, ``W' = P W``, ``b' = P b``,
       if nothing but LayerNorms reads that stream; they become
       :class:`dynorm.layers.rmsnorm.RMSNorm`, with the same eps.
     - *center_partly*: the same out of the linear writers of a stream that has others. Its norms
       stay LayerNorms, and the mean that stays is that of the few others.
-    - *constants*: a point-wise layer's scale into its readers, its learned centre into the bias
-      before it. With *affine*, a linear layer without witnesses is removed as a whole, if
-      necessary by rescaling the residual stream.
 
-    These are exact. A fifth, *redundant*, removes a norm that feeds only norms, through products:
+    These are exact. A fourth, *redundant*, removes a norm that feeds only norms, through products:
     the later norms divide by each token's scale anyway. It is exact up to their eps, which is then
     added to the squares of tokens of another size.
 
@@ -73,6 +72,8 @@ def fold_(
     Args:
         model: in eval mode; not compiled, wrapped, quantized or sharded.
         *args: the example, the arguments of one call; or one batch, a tuple or dict of them.
+        sites: all norms of the model, from :func:`find_norms`; None means to search for them.
+        paths: the paths of the norms and point-wise layers to fold; None means all.
         affine: fold weights and biases.
         center: fold means.
         center_partly: with ``center``, fold the means of linear writers where others write too.
@@ -84,18 +85,18 @@ def fold_(
         add_bias: give a linear layer a bias if a norm's bias needs one.
         untie: give tied weights, such as those of an embedding and a head, separate tensors if a
             fold needs it.
-        only: globs of the norms' paths to fold; None means all.
-        skip: globs of the paths to leave as they are.
         check: compare the outputs. Otherwise the folded model is run once, without comparison.
         tolerance: the relative error to allow. The default is 1e-12 in float64 and 1e-5 in float32;
             in half precision it is twice the model's measured error against float32.
         **kwargs: the example's keyword arguments.
 
     Returns:
-        A report with one row per site: where each part went, or why it stays.
+        A report with one row per site: where each part went, or why it stays. ``report.norms`` are
+        the sites as they are now.
 
     Raises:
-        ArgumentError: ``tolerance`` or ``redundant`` is negative, or a glob matches no site.
+        ArgumentError: ``tolerance`` or ``redundant`` is negative, or a site or path is not of this
+            model.
         ModelError: the model has no norm, cannot be traced, is in training mode, quantized,
             sharded, compiled, wrapped or on the meta device; its outputs are opaque, too coarse to
             be checked, or changed; or its code raised. It is then as it was.
@@ -119,34 +120,35 @@ def fold_(
     if tolerance is not None:
         check_not_negative("tolerance", tolerance)
     check_not_negative("redundant", redundant)
-    require_model(model)
-    in_place = any(isinstance(m, _DropoutNd) and m.inplace for m in model.modules())
-    args, kwargs = example_arguments(model, args, kwargs)
-    options = Options(affine, center, center_partly, redundant, add_bias, in_place)
+    _require_model(model)
     # A run may write into its arguments: a cache grows.
-    example = detached_copy((args, kwargs))
-    squares = None
+    example = detached_copy(example_arguments(model, args, kwargs))
+    in_place = any(isinstance(m, _DropoutNd) and m.inplace for m in model.modules())
+    options = Options(affine, center, center_partly, redundant, add_bias, in_place)
     modules = dict(model.named_modules())
+    tokens = None
     with undisturbed(model, example, attributes=True) as put_back:
-        search = NormSearch(model, detached_copy(example))
-        # A trial or a trace must not start from tensors that a run kept on a module.
-        put_back()
-        sites = site_folds(search.norms(), modules, only, skip)
+        if sites is None:
+            run_args, run_kwargs = detached_copy(example)
+            sites = find_norms(model, *run_args, **run_kwargs)
+            # Nothing must start from tensors that a run kept on a module.
+            put_back()
+        folds = site_folds(sites, modules, paths)
         if redundant and affine:
             run_args, run_kwargs = detached_copy(example)
-            with mean_squares(sites, modules) as squares:
+            with watched(folds) as tokens:
                 model(*run_args, **run_kwargs)
             put_back()
         # A norm that cannot be folded is traced as it is.
-        norms = {i: modules[fold.path] for i, fold in enumerate(sites) if fold.refused is None}
+        norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
         graph = Graph(model, norms, example, untie)
-    plan = planned(graph, sites, options, squares)
+    plan = planned(graph, folds, options, tokens)
     checked: dict[str, Any] = {}
     if plan.changes_anything:
+        before = Check(model, example, tolerance) if check else None
+        if before is not None and tolerance is None and plan.is_inexact:
+            before.tolerance = max(before.tolerance, redundant)
         try:
-            before = Check(model, example, tolerance) if check else None
-            if before is not None and tolerance is None and plan.is_inexact:
-                before.tolerance = max(before.tolerance, redundant)
             with applied(model, plan):
                 if before is not None:
                     checked = before.require_same(model)
@@ -159,13 +161,42 @@ def fold_(
             raise ModelError(
                 "the model must compute as before when it is folded, but "
                 f"{type(error).__name__} was raised: {error}; everything was put back. Its code may "
-                "use tensors that a norm or a layer holds: only= and skip= help to find which"
+                "use tensors that a norm or a layer holds: paths= helps to find which"
             ) from error
     edits = edits_of(model)
+    left = [fold.site_after() for fold in folds]
     return FoldReport(
-        [row_of(fold, options) for fold in plan.folds],
+        [row_of(fold, options) for fold in folds],
         edits.biases,
         edits.untied,
         loads_with="dynorm" if is_changed(model) else "stock",
+        norms=[site for site in left if site is not None],
         **checked,
     )
+
+
+def _require_model(model: nn.Module) -> None:
+    """Check that the weights are plain numbers and that the model computes as it will be used."""
+    require_plain_model(model)
+    for path, module in model.named_modules():
+        if module.training:
+            place = f"{path!r} is" if path else "it is"
+            raise ModelError(
+                f"the model must be in eval mode, but {place} in training mode: call model.eval()"
+            )
+        if ".quantized" in type(module).__module__:
+            raise _not_plain(f"{path!r} is quantized: fold it before")
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise _not_plain("it is quantized: fold it first, then quantize")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        is_plain = type(tensor) in _PLAIN and type(tensor.data) in _PLAIN
+        is_narrow = tensor.is_floating_point() and tensor.element_size() < 2
+        if not is_plain or tensor.is_quantized or is_narrow:
+            kind = f"a {type(tensor.data).__name__} of {tensor.dtype}"
+            raise _not_plain(
+                f"{name!r} is {kind}: fold the model before it is quantized or sharded"
+            )
+
+
+def _not_plain(what: str) -> ModelError:
+    return ModelError(f"the model's weights must be plain numbers, but {what}")

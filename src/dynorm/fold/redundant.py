@@ -8,24 +8,30 @@ square of its inputs before: furthest from 1 for the smallest m and the extremes
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
 from dynorm.batches import site_tokens
+from dynorm.fold.channels import moved_like
+from dynorm.fold.graph import is_move, norm_index, packet, producer, shape, users, where
+from dynorm.fold.operators import RefusedError
 from dynorm.fold.site import NORMS, SiteFold
 from dynorm.guard import hooked
-from dynorm.stream.channels import moved_like
-from dynorm.stream.graph import is_move, norm_index, packet, producer, shape, users, where
-from dynorm.stream.operators import RefusedError
 
 # Each token's outputs are made of its own channels, which come last.
 _PRODUCTS = ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")
 
-MeanSquares = Mapping[str, list[float]]
-"""By a norm's path, the mean squares of the tokens that it takes; of a LayerNorm about their means."""
+
+@dataclass
+class Tokens:
+    """The tokens that a norm takes in a run."""
+
+    # Their mean squares, without zeros; of a LayerNorm about their means.
+    squares: list[float] = field(default_factory=list)
+    are_cast: bool = False  # the norm returns another dtype
 
 
 @dataclass(frozen=True)
@@ -37,19 +43,27 @@ class _Trace:
     after_product: bool  # a product has read the norm
 
 
-def decide_redundant(folds: Sequence[SiteFold], squares: MeanSquares, accepted: float) -> None:
-    """Decide for each norm whether it feeds only norms, whose outputs hardly change without it."""
+def decide_redundant(
+    folds: Sequence[SiteFold], tokens: Mapping[str, Tokens], accepted: float
+) -> None:
+    """Decide for each norm whether it feeds only norms, whose outputs hardly change without it.
+
+    ``tokens`` are by the norms' paths.
+    """
     # In the order of the calls: of norms in a row the first is removed, and the next one stays.
     needed: set[SiteFold] = set()
     for fold in folds:
         if not fold.chosen or fold.site.kind not in NORMS:
             continue
         try:
+            _require_only_division(fold)
+            if tokens[fold.path].are_cast:
+                raise RefusedError("it casts its output to another dtype")
             followers = _norms_fed(folds, fold)
             a_follower_goes = any(f is fold or f.followers for f in followers)
             if fold in needed or a_follower_goes:
                 raise RefusedError("of norms in a row only every other one can go")
-            change = max(_change(fold, norm, squares) for norm in followers)
+            change = max(_change(fold, norm, tokens) for norm in followers)
             if change > accepted:
                 raise RefusedError(f"an eps after it would change outputs by up to {change:.1e}")
         except RefusedError as refusal:
@@ -60,11 +74,11 @@ def decide_redundant(folds: Sequence[SiteFold], squares: MeanSquares, accepted: 
         needed.update(followers)
 
 
-def _change(fold: SiteFold, follower: SiteFold, squares: MeanSquares) -> float:
+def _change(fold: SiteFold, follower: SiteFold, tokens: Mapping[str, Tokens]) -> float:
     """Return the largest relative change of a follower's outputs without the norm."""
     # Without any tokens, or with zeros only, 1 takes their place.
-    ours = squares[fold.path] or [1.0]
-    smallest = min(squares[follower.path] or [1.0])
+    ours = tokens[fold.path].squares or [1.0]
+    smallest = min(tokens[follower.path].squares or [1.0])
     eps = follower.site.eps
     largest_change = 0.0
     for square in (min(ours), max(ours)):
@@ -78,15 +92,14 @@ def _norms_fed(folds: Sequence[SiteFold], fold: SiteFold) -> list[SiteFold]:
     """Return the norms that a norm feeds through products.
 
     Raises:
-        RefusedError: something else sees the scale of a token, or the norm does more than divide.
+        RefusedError: something else sees the scale of a token.
     """
-    _require_only_division(fold)
     followers: list[SiteFold] = []
     todo = []
     for call in fold.calls:
         numbers = torch.arange(math.prod(shape(call)), device="cpu").view(shape(call))
         # A token's number is that of its first element.
-        token_of = numbers.amin(fold.dim % numbers.ndim, keepdim=True)
+        token_of = numbers.amin(fold.site.dim % numbers.ndim, keepdim=True)
         todo.append(_Trace(call, token_of.expand(numbers.shape), after_product=False))
     while todo:
         trace = todo.pop(0)
@@ -118,7 +131,7 @@ def _require_only_division(fold: SiteFold) -> None:
     if fold.bias is not None and bool(fold.bias.any()):
         raise RefusedError("its bias is not 0")
     if fold.site.kind == "layernorm" and not fold.becomes_rms:
-        raise RefusedError(f"it takes the mean out: {fold.mean_refused or 'center is off'}")
+        raise RefusedError(f"it takes the mean out: {fold.mean_refused}")
 
 
 def _norm_over_tokens(folds: Sequence[SiteFold], op: Node, token_of: Tensor) -> SiteFold:
@@ -127,7 +140,7 @@ def _norm_over_tokens(folds: Sequence[SiteFold], op: Node, token_of: Tensor) -> 
     if index is not None:
         norm = folds[index]
         # Whether all elements along its axis belong to one token.
-        of_one_token = torch.equal(token_of, token_of.roll(1, norm.dim % token_of.ndim))
+        of_one_token = torch.equal(token_of, token_of.roll(1, norm.site.dim % token_of.ndim))
         if norm.site.kind in NORMS and of_one_token:
             return norm
     raise RefusedError(f"{where(op)} sees the scale of its tokens")
@@ -137,7 +150,7 @@ def _require_product(fold: SiteFold, user: Node, value: Node) -> None:
     """Check that a reader of the norm is a product without a bias, token by token."""
     op, _ = producer(user)
     with_bias = ""
-    for reader in fold.readers:
+    for reader in fold.readers.linear:
         if reader.node is op:
             keeps_tokens = shape(user)[:-1] == shape(value)[:-1]
             if packet(op) in _PRODUCTS and keeps_tokens and not reader.bias:
@@ -148,29 +161,25 @@ def _require_product(fold: SiteFold, user: Node, value: Node) -> None:
 
 
 @contextmanager
-def mean_squares(
-    folds: Sequence[SiteFold], modules: Mapping[str, nn.Module]
-) -> Iterator[MeanSquares]:
-    """Collect the mean squares of the tokens that norms take in a run, without zeros."""
+def watched(folds: Sequence[SiteFold]) -> Iterator[dict[str, Tokens]]:
+    """Collect the tokens that norms take in a run."""
     sites = {}
-    squares: dict[str, list[float]] = {}
+    tokens: dict[str, Tokens] = {}
     for fold in folds:
         if fold.refused is None and fold.site.kind in NORMS:
-            sites[modules[fold.path]] = fold.site
-            squares[fold.path] = []
+            sites[fold.module] = fold.site
+            tokens[fold.path] = Tokens()
 
-    def measure(
-        module: nn.Module,
-        args: tuple[Tensor, ...],
-        _: object,
-    ) -> None:
+    def measure(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         site = sites[module]
-        tokens = site_tokens(site, args[0].detach().double(), [])
+        seen = tokens[site.path]
+        seen.are_cast |= output.dtype != args[0].dtype
+        values = site_tokens(site, args[0].detach().double(), [])
         if site.kind == "layernorm":
-            of_tokens = tokens.var(-1, correction=0)
+            of_tokens = values.var(-1, correction=0)
         else:
-            of_tokens = tokens.square().mean(-1)
-        squares[site.path] += of_tokens[of_tokens > 0].tolist()
+            of_tokens = values.square().mean(-1)
+        seen.squares += of_tokens[of_tokens > 0].tolist()
 
     with hooked(sites, measure):
-        yield squares
+        yield tokens

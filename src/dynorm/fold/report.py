@@ -1,13 +1,19 @@
 """The report of a fold: one row per norm."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dynorm.fold.plan import Options
+from dynorm.fold.site import SiteFold
+from dynorm.fold.stream import Stream
 from dynorm.plain import Plain, PlainRecord
+from dynorm.site import NormSite
 from dynorm.table import Table
 
 FOLDED, PARTLY, REFUSED = "folded", "partly folded", "refused"
 NOTHING, OFF = "nothing to fold", "off"
-_REWRITES = ("affine", "center", "constants", "redundant")
+_REWRITES = ("affine", "center", "redundant")
 
 
 @dataclass(frozen=True)
@@ -16,7 +22,7 @@ class Rewrite:
 
     Args:
         state: "folded", "partly folded", "refused", "nothing to fold", or "off" if the caller did not want it.
-        into: the parameters that took it over, or "the stream" if all of it was rescaled.
+        into: the parameters that took it over.
         reason: why it, or a part of it, stays.
 
     Example:
@@ -50,9 +56,8 @@ class FoldedSite(PlainRecord):
         path: its path.
         kind: "layernorm", "rmsnorm", or the layer's name in small letters.
         channels: how many there are.
-        affine: its weight and bias, into its readers.
+        affine: its weight and bias, into its readers; with them the scale of a point-wise layer.
         center: the mean, out of its stream.
-        constants: the scale and the learned centre of a point-wise layer.
         becomes: the class that is there now.
         redundant: the whole norm, if it feeds only norms; ``into`` names these.
         change: the largest relative change of these norms' outputs, for tokens as large as the
@@ -64,7 +69,6 @@ class FoldedSite(PlainRecord):
     channels: int
     affine: Rewrite
     center: Rewrite
-    constants: Rewrite
     becomes: str = ""
     redundant: Rewrite = Rewrite(OFF)
     change: float = 0.0
@@ -86,6 +90,8 @@ class FoldReport(Plain):
             "dynorm".
         fresh: on how many inputs the outputs were compared, in addition to the example; 0 if the model
             takes no other, or was not checked.
+        norms: the norms that are left, as :func:`find_norms` would find them, for
+            :func:`convert_`.
 
     Example:
         >>> print(FoldReport([], [], []))
@@ -100,17 +106,21 @@ class FoldReport(Plain):
     noise: float | None = None
     loads_with: str = "stock"
     fresh: int = 0
+    norms: list[NormSite] = field(default_factory=list)
 
     def count(self, rewrite: str, state: str = FOLDED) -> int:
         """Return how many sites have a rewrite in a state.
 
-        The rewrites are "affine", "center", "constants" and "redundant".
+        The rewrites are "affine", "center" and "redundant".
         """
         return sum(getattr(site, rewrite).state == state for site in self.sites)
 
     def table(self) -> Table:
         """Return the report as a table, one row per site, with the reasons of refusals as notes."""
-        wanted = self._wanted()
+        wanted = []
+        for name in _REWRITES:
+            if any(getattr(site, name).state != OFF for site in self.sites):
+                wanted.append(name)
         reasons: list[str] = []
         rows = []
         for site in self.sites:
@@ -172,10 +182,57 @@ class FoldReport(Plain):
         """Return the report as plain text."""
         return str(self.table())
 
-    def _wanted(self) -> list[str]:
-        """Return the rewrites that the caller wanted."""
-        names = []
-        for name in _REWRITES:
-            if any(getattr(site, name).state != OFF for site in self.sites):
-                names.append(name)
-        return names
+
+def row_of(fold: SiteFold, options: Options) -> FoldedSite:
+    """Return the row of a site."""
+    becomes = ""
+    if fold.is_gone:
+        becomes = "Identity"
+    elif fold.becomes_rms:
+        becomes = "RMSNorm"
+    return FoldedSite(
+        fold.path,
+        fold.site.kind or fold.site.class_name,
+        math.prod(fold.site.normalized_shape),
+        _affine(fold) if options.affine and fold.chosen else Rewrite(OFF),
+        _mean(fold) if options.center and fold.chosen else Rewrite(OFF),
+        becomes,
+        _redundant(fold),
+        fold.change,
+    )
+
+
+def _affine(fold: SiteFold) -> Rewrite:
+    is_empty = fold.weight is None and fold.bias is None
+    if fold.affine_refused is not None and not (is_empty and fold.refused is None):
+        return Rewrite(REFUSED, reason=fold.affine_refused)
+    if is_empty:
+        return Rewrite(NOTHING)
+    into = [reader.weight.name for reader in fold.readers.linear]
+    return Rewrite(FOLDED, tuple(dict.fromkeys(into)))
+
+
+def _mean(fold: SiteFold) -> Rewrite:
+    if fold.partly_mean_free:
+        return Rewrite(PARTLY, _names_of_writers(fold.partly_mean_free), fold.mean_refused)
+    if fold.becomes_rms:
+        return Rewrite(FOLDED, _names_of_writers(fold.streams))
+    if fold.site.kind == "layernorm" or (fold.refused is not None and not fold.site.kind):
+        uncalled = "never called while the model was traced"
+        return Rewrite(REFUSED, reason=fold.mean_refused or fold.refused or uncalled)
+    return Rewrite(NOTHING)
+
+
+def _names_of_writers(streams: Sequence[Stream]) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    for stream in streams:
+        names.update(dict.fromkeys(write.slot.name for write in stream.writes))
+    return tuple(names)
+
+
+def _redundant(fold: SiteFold) -> Rewrite:
+    if fold.followers:
+        return Rewrite(FOLDED, tuple(norm.path for norm in fold.followers))
+    if fold.redundant_refused is not None:
+        return Rewrite(REFUSED, reason=fold.redundant_refused)
+    return Rewrite(OFF)

@@ -11,7 +11,7 @@ from dynorm.hub.api import (
     save,
 )
 from dynorm.hub.decay import NORM_CLASSES, PARAMETER_NAMES, leave_out_of_decay, name_as_norms
-from dynorm.hub.stock import as_stock
+from dynorm.fold.stock import as_stock
 
 __all__ = ["as_stock", "load", "save"]
 

@@ -16,11 +16,12 @@ from dynorm.batches import Batch, call
 from dynorm.errors import ModelError
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
-from dynorm.jobs.means import fold_means_
+from dynorm.fold.means import fold_means_
 from dynorm.guard import edited_parts, unchanged_on_error, undisturbed
 from dynorm.plain import JsonObject
 from dynorm.recipe import Recipe
 from dynorm.replace import convert_
+from dynorm.replace.options import chosen_options
 from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
 from dynorm.report.output import OutputReport
@@ -67,8 +68,8 @@ def convert_in_stages_(
     course = _Course(model, original, data.compared, say)
     with _restored_on_error(model, original):
         if recipe.fold_means:
-            means = fold_means_(model, batch, recipe, data.calibration)
-            sites = find_norms(model, batch)
+            chosen = chosen_options(sites, recipe.options_by_glob())
+            sites, means = fold_means_(model, sites, chosen, batch, data.calibration)
             if means is not None:
                 say(str(means))
                 course.details["fold_means"] = means.to_dict()

@@ -1,6 +1,6 @@
 """How a model differs from its class: layers of dynorm, added biases, untied weights."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from dynorm.errors import ModelError
 from dynorm.replace.converted import is_ours
-from dynorm.stream.graph import Owner, Slot
 from dynorm.wrappers import plain_modules
 
 # Attributes of the modules that a fold gave a new parameter.
@@ -72,45 +71,6 @@ def set_untied_(module: nn.Module, name: str, value: Tensor, like: Tensor) -> No
     """Give a module an unshared parameter, and remember that it was tied."""
     module._parameters[name] = parameter_like(value.detach().clone(), like)
     module.__dict__[UNTIED] = (*module.__dict__.get(UNTIED, ()), name)
-
-
-def write_values_(slots: Iterable[Slot], values: Mapping[Slot, Tensor]) -> None:
-    """Write new values into parameters; owners of a tied one are untied if their values differ.
-
-    ``slots`` are all parameters of the model: an owner without a new value keeps the old one.
-    """
-    slots = list(slots)
-    for tensor in dict.fromkeys(slot.tensor for slot in values):
-        by_owner: dict[Owner, Tensor | None] = {}
-        for slot in slots:
-            if slot.tensor is tensor:
-                by_owner.update(dict.fromkeys(slot.owners, values.get(slot)))
-        _set_values_(tensor, by_owner)
-
-
-def _set_values_(tensor: Tensor, new: Mapping[Owner, Tensor | None]) -> None:
-    """Give a parameter its new value; untie all of its owners if their values differ.
-
-    All, because a config says whether all or none are tied. An owner that does not change, None,
-    keeps the parameter as it is; else the first owner does.
-    """
-    first = next(iter(new))
-    for owner, value in new.items():
-        if value is None:
-            first = owner
-            break
-    value = new[first]
-    is_one_value = value is not None
-    for other in new.values():
-        if value is None or other is None or not other.equal(value):
-            is_one_value = False
-    if not is_one_value:
-        for owner, other in new.items():
-            if owner is not first:
-                set_untied_(owner.module, owner.name, tensor if other is None else other, tensor)
-    if value is not None:
-        # The parameter stays the same object, with its dtype and device.
-        tensor.copy_(value)
 
 
 # Parameters that are made in inference mode can never be trained.

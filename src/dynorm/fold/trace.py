@@ -13,22 +13,20 @@ from typing import TYPE_CHECKING
 from warnings import catch_warnings
 
 import torch
-import torch.fx.config
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from dynorm.batches import Inputs
 from dynorm.errors import DynormError, ModelError
-from dynorm.stream.graph import Owner, Slot, leaves_of, norm_index, packet
-from dynorm.stream.tensors import held_tensors, mapped, tensors_in
+from dynorm.fold.graph import Owner, Slot, leaves_of, norm_index, packet
+from dynorm.fold.tensors import mapped, tensors_in
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 Owners = dict[Tensor, list[Owner]]
-# How far down plain containers are searched for tensors.
-_DEPTH = 5
 
 
 @torch.library.custom_op("dynorm::norm_call", mutates_args=())
@@ -61,7 +59,7 @@ class Graph:
         _show_owners_(separable)
         _hide_norms_(norms)
         try:
-            with _silent(), _without_stack_traces():
+            with _silent():
                 program = _exported(_Flat(model, example))
         except DynormError:
             raise
@@ -227,7 +225,7 @@ def _overlapping(model: nn.Module) -> set[Tensor]:
     for module in model.modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
-                plain += _held_plainly(value, _DEPTH)
+                plain += filter(_is_strided, tree_leaves(value))
     by_memory: dict[object, list[Tensor]] = {}
     for tensor in (*tensors, *plain):
         if tensor.numel():
@@ -240,14 +238,8 @@ def _overlapping(model: nn.Module) -> set[Tensor]:
     return overlapping
 
 
-def _held_plainly(value: object, depth: int) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.layout is torch.strided:
-            yield value
-    elif depth and isinstance(value, (Mapping, list, tuple, set, frozenset)):
-        parts = value.values() if isinstance(value, Mapping) else value
-        for part in list(parts):
-            yield from _held_plainly(part, depth - 1)
+def _is_strided(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 class _Flat(nn.Module):
@@ -257,7 +249,7 @@ class _Flat(nn.Module):
         super().__init__()
         self.model = model
         self.inputs = inputs
-        self.tensors = held_tensors(inputs)
+        self.tensors = tensors_in(inputs)
         self.eval()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -279,16 +271,3 @@ def _silent() -> Iterator[None]:
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.CRITICAL)
         yield
-
-
-@contextmanager
-def _without_stack_traces() -> Iterator[None]:
-    """Let torch keep no stack trace for each node: it takes a tenth of a trace, and nothing reads it."""
-    config = torch.fx.config
-    # torch 2.10 has no such setting.
-    before = getattr(config, "do_not_emit_stack_traces", False)
-    config.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        config.do_not_emit_stack_traces = before

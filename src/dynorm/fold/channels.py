@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node, map_arg
 
-from dynorm.stream.graph import (
+from dynorm.fold.graph import (
     PERMUTATIONS,
     RESIZES,
     VIEWS,

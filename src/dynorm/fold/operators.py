@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from dynorm.stream.channels import held_at, laid_along, made_by
-from dynorm.stream.graph import (
+from dynorm.fold.channels import held_at, laid_along, made_by
+from dynorm.fold.graph import (
     Leaf,
     Slot,
     argument,
@@ -20,12 +20,10 @@ from dynorm.stream.graph import (
     rank_of,
     shape,
     slot_of,
-    users,
     where,
 )
 
-CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d")
-_TRANSPOSED = ("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
+_CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d")
 _CONVOLUTION_FORWARDS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
 _PLAIN_PRODUCTS = ("aten.mm", "aten.matmul", "aten.bmm")
 _PRODUCTS = (*_PLAIN_PRODUCTS, "aten._grouped_mm", "transformers.grouped_mm_fallback")
@@ -50,23 +48,16 @@ class Reader:
     weight: Slot
     axis: int  # the axis of the weight that the value's channels lie along
     out: int | None  # the weight's axis of outputs; None if they have no single axis
-    groups: int = 1  # of a convolution; ``axis`` then holds the channels of one group
     bias: Slot | None = None
     bias_leaf: Leaf | None = None  # the use of the bias
     shift_refused: str | None = None  # why a constant in the value cannot become a bias
 
     def scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Return the weight that reads ``v`` as this one reads ``factor * v``."""
-        if self.groups == 1:
-            return weight * laid_along(factor, self.axis, weight.ndim)
-        # Output o is in group o // (outputs / groups), and reads only that group's channels.
-        outputs = weight.shape[0] // self.groups
-        rows = factor.view(self.groups, -1).repeat_interleave(outputs, 0)
-        return weight * rows.view(*rows.shape, *[1] * (weight.ndim - 2))
+        return weight * laid_along(factor, self.axis, weight.ndim)
 
     def constant(self, weight: Tensor, shift: Tensor) -> Tensor:
         """Return the outputs of this weight for a constant ``shift`` in every token, (outputs,)."""
-        assert self.out is not None
         product = self.scaled(weight, shift)
         return product.sum([axis for axis in range(product.ndim) if axis != self.out])
 
@@ -80,7 +71,6 @@ class Write:
     axis: int  # the axis of the parameter that the stream's channels lie along
     gain: Slot | None = None  # a parameter that scales each channel on the way (LayerScale)
     gain_leaf: Leaf | None = None  # its use
-    is_new: bool = False  # the slot is a weight whose layer will be given a bias
 
     @property
     def is_value(self) -> bool:
@@ -97,9 +87,7 @@ class _Product:
     out: int | None  # the axis of the outputs
     bias: Any = None
     rank: int = 2  # of a single weight
-    groups: int = 1
     shift_refused: str | None = None  # why a constant in the input cannot become a bias
-    added: bool = False  # a sum after it may be its bias
 
 
 def reader_of(node: Node, value: Node, axis: int) -> Reader:
@@ -113,11 +101,14 @@ def reader_of(node: Node, value: Node, axis: int) -> Reader:
         times += sum(operand is value for operand in as_list(part))
     if times != 1:
         raise RefusedError(f"read by {where(node)}, which is not linear")
-    product = _product(node, value, axis)
+    if packet(node) in _CONVOLUTIONS and node.args[0] is value:
+        product = _convolution(node, rank_of(value), axis)
+    else:
+        product = _matrices(node, value, axis)
     weight = product.weight
     held = held_at(weight, product.contracted)
     if held is None:
-        raise _computed(node)
+        raise RefusedError(f"read by {where(node)}, whose weight is computed, not a parameter")
     slot, contracted = held
     out = None
     if product.out is not None:
@@ -132,123 +123,61 @@ def reader_of(node: Node, value: Node, axis: int) -> Reader:
             f"{where(node)} has several weights in one, or none for a bias to belong to"
         )
     bias = bias_leaf = None
-    try:
+    if product.bias is not None:
         outputs = None if product.out is None else shape(weight)[product.out]
-        bias, bias_leaf = _bias(node, product.bias, outputs, product.added)
-    except RefusedError as refusal:
-        shift_refused = shift_refused or str(refusal)
+        try:
+            bias, bias_leaf = _bias(node, product.bias, outputs)
+        except RefusedError as refusal:
+            shift_refused = shift_refused or str(refusal)
     leaf = Leaf(node, weight)
-    return Reader(node, leaf, slot, contracted, out, product.groups, bias, bias_leaf, shift_refused)
-
-
-def _computed(node: Node) -> RefusedError:
-    return RefusedError(f"read by {where(node)}, whose weight is computed, not a parameter")
-
-
-def _product(node: Node, value: Node, axis: int) -> _Product:
-    name = packet(node)
-    if name in CONVOLUTIONS + _TRANSPOSED and node.args[0] is value:
-        return _convolution(node, rank_of(value), axis)
-    if name == "aten.einsum":
-        return _einsum(node, value, axis)
-    return _matrices(node, value, axis)
+    return Reader(node, leaf, slot, contracted, out, bias, bias_leaf, shift_refused)
 
 
 def _matrices(node: Node, value: Node, axis: int) -> _Product:
     name = packet(node)
-    rank = rank_of(value)
-    is_last = axis == rank - 1
+    is_last = axis == rank_of(value) - 1
+    weight: Any = None
     bias = None
     # The contracted axis of the weight is its last one, or the last but one.
+    from_end = 2
     if name == "aten.linear" and node.args[0] is value and is_last:
         weight, bias, from_end = argument(node, 1), argument(node, 2), 1
-    elif name == "aten.addmm" and node.args[1] is value and axis == 1 and not node.kwargs:
-        weight, bias, from_end = argument(node, 2), argument(node, 0), 2
+    elif name == "aten.addmm" and node.args[1] is value and is_last and not node.kwargs:
+        weight, bias = argument(node, 2), argument(node, 0)
     elif name in _PRODUCTS and node.args[0] is value and is_last:
-        weight, from_end = argument(node, 1), 2
-    elif name in _PLAIN_PRODUCTS and node.args[1] is value and axis == max(rank - 2, 0):
+        weight = argument(node, 1)
+    elif name in _PLAIN_PRODUCTS and node.args[1] is value and axis == max(rank_of(value) - 2, 0):
+        # A weight on the left, as of experts.
         weight, from_end = argument(node, 0), 1
-    else:
+    if not is_tensor(weight):
         raise RefusedError(f"read by {where(node)}, which is not linear in the channels")
-    if not is_tensor(weight) or sum(operand is weight for operand in node.args) != 1:
-        raise RefusedError(
-            f"read by {where(node)}, whose weight is not a tensor, or is its bias too"
-        )
-    # The outputs of a weight on the left do not come last: a vector added to them is not a bias.
-    added = weight is not node.args[0]
+    if sum(operand is weight for operand in node.args) != 1:
+        raise RefusedError(f"read by {where(node)}, whose weight is its bias too")
     size = rank_of(weight)
     if size == 1:
-        return _Product(weight, 0, None, bias, added=added)
+        return _Product(weight, 0, None, bias)
     out = size - 2 if from_end == 1 else size - 1
-    return _Product(weight, size - from_end, out, bias, added=added)
+    return _Product(weight, size - from_end, out, bias)
 
 
 def _convolution(node: Node, rank: int, axis: int) -> _Product:
     place = where(node)
-    weight, bias = argument(node, 1), argument(node, 2)
+    weight = argument(node, 1)
     if not is_tensor(weight) or rank_of(weight) != rank or axis != 1:
         raise RefusedError(f"read by {place}, which does not take the channels at axis 1")
-    groups: Any = argument(node, 6) or node.kwargs.get("groups", 1)
-    if packet(node) in _TRANSPOSED:
-        if groups != 1:
-            raise RefusedError(f"read by {place}, a transposed convolution in groups")
-        shift_refused = f"{place} is transposed: at its borders a constant does not stay one"
-        return _Product(weight, 0, 1, bias, rank, shift_refused=shift_refused)
-    if groups != 1 and slot_of(weight) is None:
-        raise _computed(node)
+    if (argument(node, 6) or 1) != 1 or node.kwargs:
+        raise RefusedError(f"read by {place}, a convolution in groups, or with arguments by name")
     padding = argument(node, 4) or 0
-    if isinstance(padding, (list, tuple)):
-        is_padded = any(padding)
-    else:
-        is_padded = padding not in (0, "valid")
-    pads = f"{place} pads with zeros: a bias would differ at its borders" if is_padded else None
-    return _Product(weight, 1, 0, bias, rank, groups, pads)
+    pads = None
+    if padding != "valid" and any(as_list(padding)):
+        pads = f"{place} pads with zeros: a bias would differ at its borders"
+    return _Product(weight, 1, 0, argument(node, 2), rank, pads)
 
 
-def _einsum(node: Node, value: Node, axis: int) -> _Product:
-    inputs, arrow, output = str(node.args[0]).replace(" ", "").partition("->")
-    operands = argument(node, 1)
-    refusal = RefusedError(f"read by {where(node)}, which is not linear in the channels")
-    if "." in inputs or not arrow or len(operands) != 2 or not all(map(is_tensor, operands)):
-        raise refusal
-    index = 0 if operands[0] is value else 1
-    letters = inputs.split(",")
-    of_value, of_weight = letters[index], letters[1 - index]
-    weight = operands[1 - index]
-    channel = of_value[axis]
-    if channel in output or of_weight.count(channel) != 1 or of_value.count(channel) != 1:
-        raise refusal
-    contracted = of_weight.index(channel)
-    if shape(weight)[contracted] != shape(value)[axis]:
-        raise RefusedError(f"read by {where(node)}, which repeats one weight over the channels")
-    # A sum over tokens would add a constant up as well.
-    keeps_tokens = all(letter in output for letter in of_value if letter != channel)
-    others = of_weight.replace(channel, "")
-    out = None
-    if keeps_tokens and len(others) == 1 and others not in of_value and output.endswith(others):
-        out = of_weight.index(others)
-    return _Product(weight, contracted, out, added=True)
-
-
-def _bias(
-    node: Node, bias: object, outputs: int | None, added: bool
-) -> tuple[Slot | None, Leaf | None]:
-    """Find the bias of an operator: its argument, or a parameter added to its outputs."""
-    user = node
-    if not is_tensor(bias):
-        takers = list(users(node))
-        if not added or len(takers) != 1:
-            return None, None
-        user = takers[0]
-        if packet(user) != "aten.add" or user.kwargs or len(user.args) != 2:
-            return None, None
-        bias = user.args[1] if user.args[0] is node else user.args[0]
-        if bias is node or not is_tensor(bias) or shape(bias) != (outputs,):
-            return None, None
-        if held_at(bias, 0) is None:
-            return None, None
+def _bias(node: Node, bias: object, outputs: int | None) -> tuple[Slot, Leaf]:
+    """Return the parameter that is the bias of an operator, and its use."""
     place = where(node)
-    if shape(bias) != (outputs,):
+    if not is_tensor(bias) or shape(bias) != (outputs,):
         raise RefusedError(f"the bias of {place} is not a vector of one number per output")
     held = held_at(bias, 0)
     if held is None:
@@ -256,7 +185,7 @@ def _bias(
     slot, axis = held
     if axis != slot.tensor.ndim - 1 or _is_stacked(slot, axis):
         raise RefusedError(f"the bias of {place} is a part of a larger parameter")
-    return slot, Leaf(user, bias)
+    return slot, Leaf(node, bias)
 
 
 def _is_stacked(slot: Slot, *axes: int | None) -> bool:
@@ -283,7 +212,7 @@ def writes(op: Node, axis: int) -> list[Write]:
         parts = [(op.args[1], len(shape(op.args[1])) - 1)]
     elif name == "aten.embedding" and is_last:
         parts = [(op.args[0], 1)]
-    elif name in CONVOLUTIONS and axis == 1 and (argument(op, 6) or 1) == 1 and not op.kwargs:
+    elif name in _CONVOLUTIONS and axis == 1 and (argument(op, 6) or 1) == 1 and not op.kwargs:
         parts = weight_and_bias
     written = []
     for part, at in parts:

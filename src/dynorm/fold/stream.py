@@ -1,19 +1,20 @@
-"""The residual stream: values that are sums of one another, and everything that touches them.
+"""The values around the norms: their readers, and the residual streams that they are called on.
 
-A stream is found once, and no edit is in mind: it records its facts. An edit of its channels, such
-as taking their mean out, then asks whether the facts allow it.
+A residual stream is all values that are sums of one another. It is found once, and no edit is in
+mind: it records its facts. An edit, such as taking its mean out, then asks whether these allow it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import Node
 
-from dynorm.stream.channels import came_from, carried
-from dynorm.stream.graph import (
+from dynorm.fold.channels import came_from, carried, factor_of
+from dynorm.fold.graph import (
     Leaf,
     argument,
+    is_move,
     is_tensor,
     norm_index,
     packet,
@@ -25,16 +26,79 @@ from dynorm.stream.graph import (
     where,
     width,
 )
-from dynorm.stream.operators import Reader, RefusedError, Write, reader_of, writes
-from dynorm.stream.readers import shared_readers
+from dynorm.fold.operators import Reader, RefusedError, Write, reader_of, writes
 
 _SUMS = ("aten.add", "aten.sub", "aten.rsub")
 _ZEROS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
 
 
+@dataclass(eq=False)
+class Readers:
+    """The linear operators that read all that a norm returns."""
+
+    linear: list[Reader] = field(default_factory=list)
+    refused: str | None = None  # why some reader is not one of these
+    is_scaled: bool = False  # a factor for each token is between the norm and a reader
+
+
+def readers_of(calls: Sequence[Node], dim: int) -> Readers:
+    """Follow the outputs of a norm's calls, with channel axis ``dim``, to their readers."""
+    readers = Readers()
+    widest = min(map(width, calls))
+    # Each value with its channel axis and the fewest bytes per number on the way to it.
+    todo = [(call, dim % rank_of(call), width(call)) for call in calls]
+    seen = set()
+    try:
+        while todo:
+            value, axis, narrowest = todo.pop()
+            if (value, axis) in seen:
+                continue
+            seen.add((value, axis))
+            # Another norm is the least helpful reason for a refusal, so norms come last.
+            for user in sorted(users(value), key=lambda user: norm_index(user) is not None):
+                if user.op == "output":
+                    raise RefusedError("the model returns it")
+                to = carried(user, value, axis)
+                if to is not None:
+                    todo.append((user, to, min(narrowest, width(user))))
+                    readers.is_scaled |= factor_of(user, value, axis)
+                    continue
+                if is_move(user, value):
+                    raise RefusedError(f"its channels are split or reordered by {where(user)}")
+                reader = reader_of(user, value, axis)
+                if narrowest < min(widest, reader.weight.tensor.dtype.itemsize):
+                    raise RefusedError(
+                        f"rounded to fewer digits than the weight has before {where(user)} reads it"
+                    )
+                if reader not in readers.linear:
+                    readers.linear.append(reader)
+    except RefusedError as refusal:
+        readers.refused = str(refusal)
+    return readers
+
+
+def shared_readers(readers: Iterable[Reader], allowed: Mapping[Leaf, Reader]) -> str | None:
+    """Return why the weights of some readers cannot change, or None.
+
+    They must be saved, and have only the ``allowed`` uses, which read along the same axis.
+    """
+    for reader in readers:
+        slot = reader.weight
+        name = f"{slot.name}, which reads it,"
+        if slot.refused is not None:
+            return slot.refused
+        if not slot.is_saved:
+            return f"{name} is not a saved floating-point parameter"
+        for leaf in slot.leaves:
+            use = allowed.get(leaf)
+            if use is None or use.axis != reader.axis:
+                return f"{name} is also used by {leaf.place}{slot.hint}"
+    return None
+
+
 @dataclass(frozen=True)
 class NormUse:
-    """A norm that reads or writes a stream."""
+    """A norm that reads a stream."""
 
     index: int  # the norm
     over_channels: bool  # it normalizes over the channels of the stream
@@ -46,18 +110,14 @@ class Stream:
 
     values: dict[Node, int] = field(default_factory=dict)  # with the channel axis
     writes: list[Write] = field(default_factory=list)
-    norms_before: list[NormUse] = field(default_factory=list)  # these write into it (post-norm)
-    norms_after: list[NormUse] = field(default_factory=list)  # these read it
-    readers: list[Reader] = field(default_factory=list)  # linear operators that read it directly
+    norms: list[NormUse] = field(default_factory=list)  # these read it
     read_by: str | None = None  # the first operator that is not a norm and reads it
     is_returned: bool = False  # the model returns it
-    # Each is the reason why edits of the channels are not exact, as words of a message: a writer or
-    # a reader is not linear, or the parameters of one are used elsewhere.
+    # Each is the reason why edits of the channels are not exact, as words of a message: a writer is
+    # not linear, the channels have no single axis, or a writer's parameters are used elsewhere.
     writer_refused: str | None = None
     axes_refused: str | None = None
     shared_writer_refused: str | None = None
-    reader_refused: str | None = None
-    shared_reader_refused: str | None = None
 
 
 class StreamFinder:
@@ -90,9 +150,6 @@ class StreamFinder:
                 stream.axes_refused = f"{where(value)} has the channels on two axes"
                 _refuse_writer(stream, stream.axes_refused)
         stream.shared_writer_refused = _shared_writers(stream)
-        stream.shared_reader_refused = shared_readers(
-            stream.readers, {r.leaf: r for r in stream.readers}
-        )
         return stream
 
     def _follow_back(self, stream: Stream, value: Node, axis: int) -> None:
@@ -120,7 +177,10 @@ class StreamFinder:
         elif op.op == "placeholder":
             _refuse_writer(stream, f"written by {op.name}, which the model is given")
         elif norm_index(op) is not None:
-            stream.norms_before.append(self._norm_use(op, value, axis))
+            _refuse_writer(
+                stream,
+                f"written by {where(op)}, whose weight and bias give it a mean again (post-norm)",
+            )
         elif packet(op) not in _ZEROS:
             _refuse_writer(stream, f"written by {where(op)}, which is not linear")
 
@@ -145,8 +205,10 @@ class StreamFinder:
             stream.is_returned = True
             return
         op, _ = producer(user)
-        if norm_index(op) is not None:
-            stream.norms_after.append(self._norm_use(op, value, axis))
+        index = norm_index(op)
+        if index is not None:
+            over_channels = self.dims[index] % rank_of(value) == axis
+            stream.norms.append(NormUse(index, over_channels))
             return
         to = carried(user, value, axis)
         if to is not None:
@@ -156,31 +218,13 @@ class StreamFinder:
             self._todo.append((user, axis - rank_of(value) + rank_of(user)))
         elif packet(op) == "aten.cat" and (argument(op, 1) or 0) % rank_of(user) != axis:
             self._todo.append((user, axis))
-        else:
-            _add_reader(stream, user, value, axis)
-
-    def _norm_use(self, call: Node, value: Node, axis: int) -> NormUse:
-        index = norm_index(call)
-        assert index is not None
-        return NormUse(index, self.dims[index] % rank_of(value) == axis)
+        elif stream.read_by is None:
+            stream.read_by = where(user)
 
 
 def _refuse_writer(stream: Stream, reason: str) -> None:
     if stream.writer_refused is None:
         stream.writer_refused = reason
-
-
-def _add_reader(stream: Stream, user: Node, value: Node, axis: int) -> None:
-    if stream.read_by is None:
-        stream.read_by = where(user)
-    try:
-        reader = reader_of(user, value, axis)
-    except RefusedError as refusal:
-        if stream.reader_refused is None:
-            stream.reader_refused = str(refusal)
-        return
-    if reader not in stream.readers:
-        stream.readers.append(reader)
 
 
 def _shared_writers(stream: Stream) -> str | None:

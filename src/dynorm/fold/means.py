@@ -4,9 +4,8 @@ A point-wise layer has one centre for all tokens, but each token has its own mea
 write into a residual stream are linear, the mean can be taken out of them, exactly.
 """
 
-import glob
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,22 +14,19 @@ from torch import Tensor, nn
 from dynorm.batches import Batch, arguments, call
 from dynorm.dtypes import HALVES
 from dynorm.errors import CalibrationWarning, DataError, ModelError
-from dynorm.find import find_norms
-from dynorm.fold import fold_
 from dynorm.fold.check import relative_error
+from dynorm.fold.fold import fold_
 from dynorm.fold.report import FOLDED, PARTLY
+from dynorm.fold.tensors import tensors_in
 from dynorm.guard import in_eval_mode, undisturbed
 from dynorm.plain import PlainRecord
-from dynorm.recipe import Recipe
-from dynorm.replace.options import chosen_options
-from dynorm.stream.tensors import tensors_in
+from dynorm.site import NormSite
 
 # The relative error of the outputs that a fold may cause, in float32 and in a half.
 _TOLERANCE = 1e-3
 _TOLERANCE_OF_HALVES = 0.05
 # This number of other batches is compared too, evenly spaced.
 _COMPARED = 4
-DEFAULT_RECIPE = Recipe()
 
 
 @dataclass(frozen=True)
@@ -74,12 +70,16 @@ class FoldedMeans(PlainRecord):
 
 
 def fold_means_(
-    model: nn.Module, batch: Batch, recipe: Recipe = DEFAULT_RECIPE, others: Sequence[Batch] = ()
-) -> FoldedMeans | None:
-    """Fold the means of the LayerNorms that a recipe replaces, in place; return None if there are none.
+    model: nn.Module,
+    sites: Sequence[NormSite],
+    paths: Collection[str],
+    batch: Batch,
+    others: Sequence[Batch] = (),
+) -> tuple[list[NormSite], FoldedMeans | None]:
+    """Fold the means of the LayerNorms at some paths, in place; return the norms as they are then.
 
     The outputs stay the same. A model that cannot be folded is left as it is, with a warning and the
-    reason in the result: it can be converted all the same.
+    reason in the record. The record is None if none of the norms is a LayerNorm.
 
     The fold sees the operators that run on ``batch``. A few of the ``others`` are compared too: a
     branch that only they take may read a stream whose means are gone.
@@ -92,27 +92,26 @@ def fold_means_(
         batch = tuple(batch)
     step = max(1, len(others) // _COMPARED)
     compared = others[::step][:_COMPARED]
-    args, kwargs = arguments(model, batch)
-    sites = find_norms(model, *args, **kwargs)
-    selected = chosen_options(sites, recipe.options_by_glob())
-    paths = []
+    layernorms = []
     for site in sites:
-        if site.kind == "layernorm" and site.refused is None and site.path in selected:
-            # fold_ takes globs.
-            paths.append(glob.escape(site.path))
-    if not paths:
-        return None
+        if site.kind == "layernorm" and site.refused is None and site.path in paths:
+            layernorms.append(site.path)
+    if not layernorms:
+        return list(sites), None
+    args, kwargs = arguments(model, batch)
     try:
         before = _outputs(model, compared)
         with in_eval_mode(model):
             report = fold_(
                 model,
-                batch,
+                *args,
+                sites=sites,
+                paths=layernorms,
                 affine=False,
                 center_partly=True,
                 untie=True,
-                only=paths,
                 tolerance=_tolerance(model),
+                **kwargs,
             )
     except (ModelError, DataError) as error:
         warnings.warn(
@@ -121,17 +120,18 @@ def fold_means_(
             CalibrationWarning,
             stacklevel=2,
         )
-        return FoldedMeans(0, 0, len(paths), (str(error),))
+        return list(sites), FoldedMeans(0, 0, len(layernorms), (str(error),))
     allowed = _TOLERANCE_OF_HALVES if _has_halves(model) else _TOLERANCE
     _require_equal(before, _outputs(model, compared), allowed)
     reasons = [site.center.reason for site in report.sites if site.center.reason is not None]
-    return FoldedMeans(
+    means = FoldedMeans(
         report.count("center", FOLDED),
         report.count("center", PARTLY),
-        len(paths),
+        len(layernorms),
         tuple(dict.fromkeys(reasons)),
         tuple(report.untied),
     )
+    return report.norms, means
 
 
 def _outputs(model: nn.Module, batches: Sequence[Batch]) -> list[list[Tensor]]:
