@@ -251,18 +251,15 @@ def build(name: str, seed: int = 0, **config: Any) -> nn.Module:
     return model
 
 
-def linear_(model: nn.Module, skip: str | None = None, **example: Tensor) -> nn.Module:
+def linear_(model: nn.Module, **example: Tensor) -> nn.Module:
     """Convert the norms of a model to linear layers, in place, with constants far from their defaults."""
     generator = torch.Generator().manual_seed(3)
-    sites = dynorm.find_norms(model, **example)
-    dynorm.convert_(model, sites, to="linear", skip=skip, per_channel=False, witnesses=0)
+    dynorm.convert_(model, dynorm.find_norms(model, **example), to="linear")
     with torch.no_grad():
         for layer in model.modules():
-            if not isinstance(layer, dynorm.LinearControl):
-                continue
-            for constant in layer.constant_parameters():
-                constant.add_(torch.randn(constant.shape, generator=generator))
-            layer.scale = 1.0
+            if isinstance(layer, dynorm.LinearControl):
+                noise = torch.randn(layer.log_beta.shape, generator=generator)
+                layer.log_beta.add_(noise)
     return model
 
 

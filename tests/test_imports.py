@@ -38,7 +38,6 @@ TOOLS = (
     ("guard",),
     ("outputs",),
     ("find",),
-    ("stream",),
     ("replace",),
     ("broadcast",),
     ("fit",),

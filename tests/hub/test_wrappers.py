@@ -167,7 +167,7 @@ def test_a_fold_inside_of_a_wrapper(tmp_path: Path) -> None:
         model[0][1].bias.fill_(0.5)
     dynorm.convert_(model, dynorm.find_norms(model, X), only="1")
     dynorm.calibrate_(model, [X])
-    report = dynorm.fold_(model, X, add_bias=True, only="0.1")
+    report = dynorm.fold_(model, X, add_bias=True, paths=["0.1"])
     assert report.added_biases == ["0.2"]
     model[0] = checkpoint_wrapper(model[0])
     dynorm.save(model, tmp_path / "model")

@@ -98,7 +98,7 @@ class SiteFold:
     @property
     def is_line(self) -> bool:
         """Return whether it is a line in each channel, and nothing else."""
-        return type(self.module) is LinearControl and not self.module.witness_channels
+        return type(self.module) is LinearControl and self.module.log_gain is None
 
     @property
     def is_absorbed(self) -> bool:
@@ -266,7 +266,7 @@ def is_exact(fold: SiteFold, *, as_layernorm: bool = False) -> bool:
         # In float64 only.
         with WideCasts(), plain_arithmetic():
             copied = plain_copy(fold.module, torch.float64)
-            norm = TokenFunction(copied, tuple(sizes), (axis,), torch.float64, device)
+            norm = TokenFunction(copied, tuple(sizes), axis, torch.float64, device)
             neutral = replace(norm, module=plain_copy(fold.module, torch.float64))
             for part in _affine_parts(fold.site, neutral.module):
                 part.tensor.fill_(part.neutral)
