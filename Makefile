@@ -127,7 +127,6 @@ bench: setup
 # What folds where, in a quarter of an hour, with how fast it is then.
 fold: setup
 	$(BIN)/python -m benchmarks.fold
-	$(BIN)/python -m benchmarks.fold --timings
 
 # How many norms of a real encoder become lines, and what a norm costs under encryption: a quarter of an hour.
 gone: setup

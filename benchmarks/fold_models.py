@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +48,7 @@ _SEQ: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
+    "max_position_embeddings": POSITIONS,
 }
 _IMAGE: dict[str, Any] = {
     "hidden_size": WIDTH,
@@ -59,121 +59,78 @@ _IMAGE: dict[str, Any] = {
     "patch_size": 8,
 }
 
+_TWO = _SHORT | {"num_key_value_heads": 2}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+_SPECIAL = {"cls_token_id": 1, "sep_token_id": 2}
+_SPEECH = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": POSITIONS}
+_CLIP = {
+    "text_config": _SHORT | {"max_position_embeddings": 16},
+    "vision_config": _IMAGE,
+    "projection_dim": 16,
+}
+_CONVNEXT = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "image_size": 64}
+_MPT = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "n_layers": LAYERS,
+    "n_heads": HEADS,
+    "max_seq_len": POSITIONS,
+}
+_T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "d_ff": INNER,
+    "d_kv": 8,
+    "num_layers": LAYERS,
+    "num_heads": HEADS,
+}
+_WAVES = {
+    "conv_dim": (16, 16),
+    "conv_kernel": (4, 3),
+    "conv_stride": (4, 2),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+    "feat_extract_norm": "layer",
+    "do_stable_layer_norm": True,
+}
+
 CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", _OLD),
-    "opt": (
-        "OPT",
-        _SHORT | {"ffn_dim": INNER, "word_embed_proj_dim": WIDTH},
-    ),
+    "opt": ("OPT", _SHORT | {"ffn_dim": INNER, "word_embed_proj_dim": WIDTH}),
     "gpt_neox": ("GPTNeoX", _SHORT),
     "gptj": ("GPTJ", _OLD | {"rotary_dim": 4}),
-    "bloom": (
-        "Bloom",
-        {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "n_layer": LAYERS, "n_head": HEADS},
-    ),
+    "bloom": ("Bloom", _SHORT | {"n_layer": LAYERS, "n_head": HEADS}),
     "falcon": ("Falcon", _SHORT),
     "phi": ("Phi", _SHORT),
-    "stablelm": ("StableLm", _SHORT | {"num_key_value_heads": 2}),
+    "stablelm": ("StableLm", _TWO),
     "llama": ("Llama", _GROUPED),
     "mistral": ("Mistral", _GROUPED | {"sliding_window": None}),
-    "qwen2": ("Qwen2", _SHORT | {"num_key_value_heads": 2}),
+    "qwen2": ("Qwen2", _TWO),
     "qwen3": ("Qwen3", _GROUPED),
     "gemma2": ("Gemma2", _GROUPED),
     "gemma3": ("Gemma3", _GROUPED),
-    "olmo": ("Olmo", _SHORT | {"num_key_value_heads": 2}),
-    "olmo2": ("Olmo2", _SHORT | {"num_key_value_heads": 2}),
-    "cohere": ("Cohere", _SHORT | {"num_key_value_heads": 2, "use_qk_norm": True}),
-    "mpt": (
-        "Mpt",
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": WIDTH,
-            "n_layers": LAYERS,
-            "n_heads": HEADS,
-            "max_seq_len": POSITIONS,
-        },
-    ),
-    "mixtral": (
-        "Mixtral",
-        _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    ),
-    "mamba": (
-        "Mamba",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": WIDTH,
-            "num_hidden_layers": LAYERS,
-            "state_size": 4,
-        },
-    ),
+    "olmo": ("Olmo", _TWO),
+    "olmo2": ("Olmo2", _TWO),
+    "cohere": ("Cohere", _TWO | {"use_qk_norm": True}),
+    "mpt": ("Mpt", _MPT),
+    "mixtral": ("Mixtral", _GROUPED | _EXPERTS),
+    "mamba": ("Mamba", _SHORT | {"state_size": 4}),
 }
 """Causal language models: the class's name before ``Config`` and ``ForCausalLM``, and its sizes."""
 
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertConfig", "BertModel", _SHORT),
     "roberta": ("RobertaConfig", "RobertaModel", _SHORT),
-    "modernbert": (
-        "ModernBertConfig",
-        "ModernBertModel",
-        _SHORT | {"cls_token_id": 1, "sep_token_id": 2},
-    ),
-    "t5": (
-        "T5Config",
-        "T5ForConditionalGeneration",
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": WIDTH,
-            "d_ff": INNER,
-            "d_kv": 8,
-            "num_layers": LAYERS,
-            "num_heads": HEADS,
-        },
-    ),
-    "bart": (
-        "BartConfig",
-        "BartForConditionalGeneration",
-        _SEQ | {"max_position_embeddings": POSITIONS},
-    ),
+    "modernbert": ("ModernBertConfig", "ModernBertModel", _SHORT | _SPECIAL),
+    "t5": ("T5Config", "T5ForConditionalGeneration", _T5),
+    "bart": ("BartConfig", "BartForConditionalGeneration", _SEQ),
     "vit": ("ViTConfig", "ViTForImageClassification", _IMAGE),
     "dinov2": ("Dinov2Config", "Dinov2ForImageClassification", _IMAGE),
-    "convnext": (
-        "ConvNextConfig",
-        "ConvNextForImageClassification",
-        {
-            "depths": [1, 1, 1, 1],
-            "hidden_sizes": [8, 16, 16, 32],
-            "image_size": 64,
-        },
-    ),
-    "clip": (
-        "CLIPConfig",
-        "CLIPModel",
-        {
-            "text_config": _SHORT | {"max_position_embeddings": 16},
-            "vision_config": _IMAGE,
-            "projection_dim": 16,
-        },
-    ),
-    "whisper": (
-        "WhisperConfig",
-        "WhisperForConditionalGeneration",
-        _SEQ | {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": POSITIONS},
-    ),
-    "wav2vec2": (
-        "Wav2Vec2Config",
-        "Wav2Vec2ForCTC",
-        {
-            **_SHORT,
-            "conv_dim": (16, 16),
-            "conv_kernel": (4, 3),
-            "conv_stride": (4, 2),
-            "num_feat_extract_layers": 2,
-            "num_conv_pos_embeddings": 8,
-            "num_conv_pos_embedding_groups": 4,
-            "feat_extract_norm": "layer",
-            "do_stable_layer_norm": True,
-        },
-    ),
+    "convnext": ("ConvNextConfig", "ConvNextForImageClassification", _CONVNEXT),
+    "clip": ("CLIPConfig", "CLIPModel", _CLIP),
+    "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", _SEQ | _SPEECH),
+    "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2ForCTC", _SHORT | _WAVES),
 }
 """Other models of transformers: config, class and sizes."""
 
@@ -273,20 +230,19 @@ def inputs(name: str, model: nn.Module, seed: int = 1) -> dict[str, Any]:
 
     ids = torch.randint(3, VOCABULARY, (2, 10), generator=generator)
     size = 64 if name == "convnext" else 16
-    images = (2, 3, size, size)
-    makers: dict[str, Callable[[], dict[str, Tensor]]] = {
-        "vit": lambda: {"pixel_values": noise(*images)},
-        "dinov2": lambda: {"pixel_values": noise(*images)},
-        "convnext": lambda: {"pixel_values": noise(*images)},
-        "clip": lambda: {"input_ids": ids, "pixel_values": noise(*images)},
-        "whisper": lambda: {"input_features": noise(2, 8, 32), "decoder_input_ids": ids},
-        "wav2vec2": lambda: {"input_values": noise(2, 400)},
-        "t5": lambda: {"input_ids": ids, "decoder_input_ids": ids.flip(1)},
-        "bart": lambda: {"input_ids": ids, "decoder_input_ids": ids.flip(1)},
-        "encoder_pre": lambda: {"src": noise(2, 10, WIDTH)},
-        "encoder_post": lambda: {"src": noise(2, 10, WIDTH)},
-    }
-    return makers.get(name, lambda: {"input_ids": ids})()
+    if name in ("vit", "dinov2", "convnext"):
+        return {"pixel_values": noise(2, 3, size, size)}
+    if name == "clip":
+        return {"input_ids": ids, "pixel_values": noise(2, 3, size, size)}
+    if name == "whisper":
+        return {"input_features": noise(2, 8, 32), "decoder_input_ids": ids}
+    if name == "wav2vec2":
+        return {"input_values": noise(2, 400)}
+    if name in ("t5", "bart"):
+        return {"input_ids": ids, "decoder_input_ids": ids.flip(1)}
+    if name in ("encoder_pre", "encoder_post"):
+        return {"src": noise(2, 10, WIDTH)}
+    return {"input_ids": ids}
 
 
 def _bare(name: str, config: dict[str, Any]) -> nn.Module:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import RMSNorm, functional
 from transformers import CONFIG_MAPPING
 
-from dynorm.errors import ArgumentError
 from dynorm.fold import FoldReport, fold_
 from dynorm.fold.check import relative_error
 from tests.find.test_architectures import inputs_of, tiny_model
@@ -137,8 +136,6 @@ def test_without_the_option_nothing_is_looked_for() -> None:
     report = fold_(block(), example())
     assert {site.redundant.state for site in report.sites} == {"off"}
     assert "redundant" not in str(report)
-    with pytest.raises(ArgumentError, match=r"redundant.*negative"):
-        fold_(block(), example(), redundant=-1e-3)
 
 
 def over_tokens(model: Any, x: Tensor) -> Tensor:
@@ -210,7 +207,7 @@ def test_a_norm_that_gives_another_dtype_stays() -> None:
     model.into.float()
     model.norm.float()
     report = fold_(model, example().float(), redundant=0.5)
-    assert "float64" in (report.sites[0].redundant.reason or "")
+    assert "another dtype" in (report.sites[0].redundant.reason or "")
     assert isinstance(model.norm, Widening)
 
 

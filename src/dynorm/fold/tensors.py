@@ -3,6 +3,7 @@
 import copy
 import enum
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TypeVar
 
 import torch
@@ -51,6 +52,8 @@ def tensors_in(value: object) -> list[Tensor]:
 def _is_plain_object(value: object) -> bool:
     """Return whether all that an object holds is in its ``__dict__``."""
     kind = type(value)
+    if kind is SimpleNamespace:
+        return True
     if any(vars(base).get("__slots__") for base in kind.__mro__):
         return False
     try:

@@ -1,0 +1,175 @@
+"""Means that go into the weights before LayerNorms are replaced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import dynorm
+from dynorm.errors import CalibrationWarning, ModelError
+from dynorm.fold.means import FoldedMeans, fold_means_
+from dynorm.layers.rmsnorm import RMSNorm
+from dynorm.site import NormSite
+
+
+class Stream(nn.Module):
+    """A pre-norm stream whose tokens differ in their means.
+
+    With ``bent`` the embedding is not linear; ``extra`` asks for a second head on the stream.
+    """
+
+    last: Tensor | None = None
+
+    def __init__(self, dim: int = 48, bent: bool = False, remembers: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bent = bent
+        self.remembers = remembers
+        self.table = nn.Embedding(64, dim)
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(dim, dim) for _ in range(2))
+        self.head = nn.Linear(dim, 5)
+        self.second = nn.Linear(dim, 1)
+        with torch.no_grad():
+            self.table.weight += torch.linspace(-3, 3, 64)[:, None]
+            self.second.weight += 1
+            for block in self.blocks:
+                block.weight += 0.3 * torch.randn(1, dim)
+        self.eval()
+
+    def forward(self, ids: Tensor, extra: bool = False) -> Any:
+        x = self.table(ids)
+        if self.bent:
+            x = x.relu()
+        for norm, block in zip(self.norms, self.blocks, strict=False):
+            x = x + block(norm(x))
+        logits: Tensor = self.head(self.norms[-1](x))
+        if self.last is not None:
+            logits = logits + self.last
+        if self.remembers:
+            self.last = logits.detach().mean()
+        return (logits, self.second(x)) if extra else logits.float()
+
+
+def batches(count: int = 6) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 64, (8, 16), generator=generator) for _ in range(count)]
+
+
+def folded(
+    model: nn.Module, others: Sequence[Any] = (), keep: str = ""
+) -> tuple[list[NormSite], FoldedMeans | None]:
+    ids = batches()[0]
+    sites = dynorm.find_norms(model, ids)
+    return fold_means_(model, sites, [s.path for s in sites if s.path != keep], ids, others)
+
+
+@pytest.mark.parametrize("bent", [False, True])
+def test_the_model_stays_the_same_function(bent: bool) -> None:
+    model = Stream(bent=bent).double().train()
+    ids = batches()[0]
+    with torch.no_grad():
+        for norm in model.norms:
+            norm.weight.uniform_(0.5, 2.0)
+            norm.bias.uniform_(-1.0, 1.0)
+    before = model(ids)
+    sites, means = folded(model, batches())
+    assert means is not None
+    assert (means.folded, means.partly) == ((0, 3) if bent else (3, 0))
+    assert ("not linear" in str(means)) is bent
+    assert all(type(norm) is (nn.LayerNorm if bent else RMSNorm) for norm in model.norms)
+    assert all(float(block.weight.detach().mean(0).abs().max()) < 1e-12 for block in model.blocks)
+    assert all(module.training for module in model.modules())
+    assert sites == dynorm.find_norms(model, ids)
+    torch.testing.assert_close(model(ids), before, rtol=1e-6, atol=1e-6)
+
+
+def test_layers_are_nearer_to_norms_without_a_mean() -> None:
+    errors = []
+    for fold_means in (True, False):
+        report = dynorm.convert_model(Stream(), batches(), fold_means=fold_means, refine=0)
+        errors.append(1 - report.output.cosine_mean)
+    assert errors[0] < 0.5 * errors[1]
+
+
+def test_norms_that_are_kept_stay_layernorms() -> None:
+    model = Stream()
+    sites, means = folded(model, keep="norms.1")
+    assert means is not None
+    assert means.layernorms == 2
+    assert [type(norm) for norm in model.norms] == [RMSNorm, nn.LayerNorm, RMSNorm]
+    assert [site.kind for site in sites] == ["rmsnorm", "layernorm", "rmsnorm"]
+
+
+def test_a_model_that_cannot_be_traced_stays_with_the_reason() -> None:
+    class Branching(Stream):
+        def forward(self, ids: Tensor, extra: bool = False) -> Any:
+            return ids.float() if bool(self.table(ids).sum() > 1e9) else super().forward(ids)
+
+    model = Branching()
+    with pytest.warns(CalibrationWarning, match=r"foldable.*fold_means=False"):
+        sites, means = folded(model)
+    assert means is not None
+    assert "traceable" in means.refused[0]
+    assert [site.kind for site in sites] == ["layernorm"] * 3
+
+
+def test_a_model_without_layernorms_has_no_means_to_fold() -> None:
+    model = nn.Sequential(nn.Embedding(64, 8), nn.RMSNorm(8), nn.Linear(8, 8)).eval()
+    sites, means = folded(model)
+    assert means is None
+    assert len(sites) == 1
+
+
+def test_a_decoder_with_folded_means_loads_with_transformers(tmp_path: Path) -> None:
+    config = GPT2Config(n_embd=48, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
+    config.bos_token_id = config.eos_token_id = 0
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval()
+    samples = [{"input_ids": ids} for ids in batches(4)]
+    report = dynorm.convert_model(model, samples, refine=0, steps=0)
+    stage = report.meta["stages"]["fold_means"]
+    assert (stage["folded"], stage["untied"]) == (5, ["transformer.wte.weight"])
+    dynorm.save(model, tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        expected = model(**samples[0]).logits
+        torch.testing.assert_close(loaded(**samples[0]).logits, expected)
+    assert loaded.lm_head.weight is not loaded.transformer.wte.weight
+
+
+def test_means_that_only_rounding_shows_are_folded() -> None:
+    """Means a thousand times as large as the rest make float32 round by more than ``fold_`` allows."""
+    model = Stream()
+    with torch.no_grad():
+        model.table.weight += 1000 * torch.rand(64, 1)
+    with pytest.raises(ModelError, match="tolerance"):
+        dynorm.fold_(copy.deepcopy(model), batches()[0], affine=False)
+    means = folded(model)[1]
+    assert means is not None
+    assert means.folded == 3
+
+
+def test_a_branch_that_only_later_batches_take_is_not_changed_silently() -> None:
+    others = [{"ids": ids, "extra": True} for ids in batches()]
+    with pytest.raises(ModelError, match=r"fold_means=False"):
+        folded(Stream(), others)
+
+
+def test_outputs_in_float32_of_a_model_in_half_precision_are_compared_as_its_own() -> None:
+    means = folded(Stream(768).bfloat16(), batches())[1]
+    assert means is not None
+    assert means.folded == 3
+
+
+def test_a_model_that_keeps_something_of_a_batch_is_compared_with_itself() -> None:
+    means = folded(Stream(remembers=True), batches())[1]
+    assert means is not None
+    assert means.folded == 3
