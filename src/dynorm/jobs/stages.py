@@ -113,9 +113,7 @@ def _refined(model: nn.Module, data: Data, recipe: Recipe) -> Any:
     )
 
 
-def _distilled(
-    model: nn.Module, original: nn.Module, data: Data, recipe: Recipe, say: Say
-) -> Any:
+def _distilled(model: nn.Module, original: nn.Module, data: Data, recipe: Recipe, say: Say) -> Any:
     # It imports transformers.
     from dynorm.jobs.progress import Progress
 
