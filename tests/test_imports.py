@@ -33,12 +33,12 @@ GROUND = (
 # Verbs on a model.
 TOOLS = (
     ("site",),
-    ("recipe",),
     ("batches",),
     ("guard",),
     ("outputs",),
     ("find",),
     ("replace",),
+    ("recipe",),
     ("broadcast",),
     ("fit",),
     ("train",),

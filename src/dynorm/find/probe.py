@@ -416,7 +416,9 @@ class NormSearch:
             is_known = seen.calls > 0 or seen.module in covered
             if is_known or seen.module._modules or not _is_named_norm(seen.module):
                 continue
-            reason = "never called with tokens by the example; give one that reaches it, if any does"
+            reason = (
+                "never called with tokens by the example; give one that reaches it, if any does"
+            )
             self._sites[seen.module] = _refused(seen, _family(seen.module) or reason)
 
     def _add_functions(self) -> None:
