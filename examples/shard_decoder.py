@@ -49,9 +49,9 @@ def convert(
     model = load()
     sites = dynorm.find_norms(model, **batches[0])
     dynorm.convert_(model, sites, witnesses=witnesses)
-    dynorm.calibrate_(model, batches_of_rank, lean=0.0)
+    dynorm.calibrate_(model, batches)
     model.activation_checkpointing_enable()
-    dynorm.refine_(model, batches_of_rank, steps=min(steps, 50))
+    dynorm.refine_(model, batches, steps=min(steps, 50))
     unsharded = None
     if rank == 0:
         unsharded = copy.deepcopy(model).cpu()

@@ -242,7 +242,6 @@ class _Run:
     def __init__(
         self, model: nn.Module, fits: Fits, batch: Batch, number: int, *, side_by_side: bool
     ) -> None:
-        self._fits = fits
         self._masks = token_masks(batch)
         self._where = f" in batch {number}"
         self._first_outputs: Outputs = defaultdict(list)
