@@ -71,25 +71,6 @@ class NormSite(PlainRecord):
         return any_match((self.path, *self.aliases), [glob])
 
 
-def select_sites(
-    sites: Sequence[NormSite],
-    only: str | Iterable[str] | None = None,
-    skip: str | Iterable[str] | None = None,
-) -> list[NormSite]:
-    """Return the sites that match `only` and do not match `skip`, in their order."""
-    only_globs = as_strings(only)
-    skip_globs = as_strings(skip)
-    require_matches(sites, only_globs + skip_globs)
-    selected = []
-    for site in sites:
-        paths = (site.path, *site.aliases)
-        if only is not None and not any_match(paths, only_globs):
-            continue
-        if not any_match(paths, skip_globs):
-            selected.append(site)
-    return selected
-
-
 def require_matches(sites: Sequence[NormSite], globs: Iterable[str]) -> None:
     """Refuse a glob that matches no site, and name the paths nearest to it."""
     for glob in globs:

@@ -22,8 +22,6 @@ from dynorm.replace.swap import affine_tensors, swap_, take_over_, tensor_like
 from dynorm.site import UNIT_LENGTH, NormSite
 from dynorm.table import Table
 
-Globs = str | Iterable[str] | None
-
 
 @dataclass(frozen=True)
 class ConversionReport(Plain):
