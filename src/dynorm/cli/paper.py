@@ -26,7 +26,7 @@ def paper(
     ] = Path("paper"),
     figure: Annotated[
         list[str] | None,
-        typer.Option(help="Draw only this figure, fig1 to fig5. Default: all. Repeatable."),
+        typer.Option(help="Draw only this figure, fig1 to fig4. Default: all. Repeatable."),
     ] = None,
     seed: Annotated[
         int | None,
@@ -54,11 +54,8 @@ def paper(
     from dynorm.paper.table import document, outliers_csv, printed
 
     names = list(figure or FIGURES)
-    if not figure and seed is not None:
-        # fig5 draws the study, which one sample does not have.
-        names.remove("fig5")
     names = list(dict.fromkeys(names))
-    check_figures(names, with_study=seed is None)
+    check_figures(names)
     _check(channels, sigma, seed, samples)
     files = ["table.json", "table.csv"]
     for name in names:
@@ -70,8 +67,8 @@ def paper(
     progress = partial(track, console=stderr, transient=True, disable=quiet)
     if seed is None:
         study_progress = partial(progress, description="study")
-        generality = study_all(channels, sigma, samples or 1000, track=study_progress)
-        reproduction = reproduce(channels, sigma, PAPER_SEED, generality)
+        studies = study_all(channels, sigma, samples or 1000, track=study_progress)
+        reproduction = reproduce(channels, sigma, PAPER_SEED, studies)
     else:
         reproduction = reproduce(channels, sigma, seed)
     as_text = json.dumps(document(reproduction), indent=1)
@@ -86,7 +83,7 @@ def paper(
         return
     console = Console(highlight=False)
     for part in printed(reproduction):
-        console.print(part, markup=False)
+        console.print(part, markup=False, soft_wrap=True)
     console.print(
         f"\nThe tables are in {out}, and the figures {', '.join(names)} as PNG and SVG.",
         markup=False,

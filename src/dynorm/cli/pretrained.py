@@ -218,9 +218,7 @@ def convert(
         remote_code=remote_code,
         overwrite=overwrite,
         say=speaker(quiet=as_json),
-        **JobOptions(
-            texts=texts or (), images=images or (), name=name, device=device, dtype=dtype
-        ),
+        **JobOptions(texts=texts or (), images=images or (), name=name, device=device, dtype=dtype),
     )
     show(report, as_json)
 

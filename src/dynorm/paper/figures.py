@@ -1,4 +1,4 @@
-"""The paper's figures 1 to 3, and two more: the closed form, and the study over many samples."""
+"""The paper's figures 1 to 3, and the size of every residual."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dynorm.errors import ArgumentError, require_library
 from dynorm.family import FAMILY
 from dynorm.functional import dyisru, dyt
 from dynorm.paper.fits import CLOSED
-from dynorm.paper.generality import Reproduction, Study
-from dynorm.paper.simulation import STEP, STEPS, Array, Simulation
+from dynorm.paper.generality import Reproduction
+from dynorm.paper.simulation import STEPS, Array, Simulation
 from dynorm.report.colours import COLOURS
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _BOUND: dict[str, Any] = {"color": GREY, "linewidth": 1, "linestyle": "--"}
 
 def draw(name: str, reproduction: Reproduction) -> Figure:
     """Draw one of :data:`FIGURES`, without a window."""
-    check_figures([name], with_study=reproduction.generality is not None)
+    check_figures([name])
     require_library("matplotlib", "the figures", "paper")
     from matplotlib import rc_context
 
@@ -82,17 +82,12 @@ def render(figure: Figure, format: str, dpi: int = 220) -> bytes:
     return buffer.getvalue()
 
 
-def check_figures(names: Sequence[str], *, with_study: bool) -> None:
-    """Reject the name of a figure that does not exist, or that needs a study that is missing."""
+def check_figures(names: Sequence[str]) -> None:
+    """Reject the name of a figure that does not exist."""
     for name in names:
         if name not in FIGURES:
             raise ArgumentError(
                 f"a figure must be one of {', '.join(FIGURES)}, got {name!r}: give one of those"
-            )
-        if name == "fig5" and not with_study:
-            raise ArgumentError(
-                "fig5 shows the study over many samples, but a seed means only one sample: leave "
-                "out the seed"
             )
 
 
@@ -295,83 +290,10 @@ def _draw_sizes(figure: Figure, reproduction: Reproduction) -> None:
     )
 
 
-def _draw_study(figure: Figure, reproduction: Reproduction) -> None:
-    """Draw the residuals over many samples, over C, over sigma and over the mean."""
-    from matplotlib.ticker import LogLocator
-
-    assert reproduction.generality is not None
-    base = reproduction.generality.base
-    studies = reproduction.generality.axes
-    channels = f"$C = {base.channels}$"
-    sigma = rf"$\sigma = {base.sigma:g}$"
-    samples, over_channels, over_sigma, over_mean = figure.subplots(2, 2).flat
-    _draw_histogram(samples, base)
-    samples.set_title(f"(a)  {len(base.seeds):,} samples, {channels}, {sigma}", loc="left")
-    _draw_axis(over_channels, studies["channels"], "channels")
-    over_channels.set_title(f"(b)  over $C$, {sigma}: median, 5 to 95 %", loc="left")
-    over_channels.set_xlabel("channels $C$")
-    over_channels.legend(loc="lower right", handlelength=1.6)
-    _draw_axis(over_sigma, studies["sigma"], "sigma")
-    over_sigma.set_title(rf"(c)  over $\sigma$, {channels}", loc="left")
-    over_sigma.set_xlabel(rf"$\sigma$ (a step of the outlier is {STEP:g})")
-    _draw_axis(over_mean, studies["mean"], "offset")
-    over_mean.set_title(rf"(d)  over $\mu$, {channels}, {sigma}", loc="left")
-    over_mean.set_xlabel(r"mean $\mu / \sigma$")
-    for axes in (over_channels, over_sigma):
-        axes.set_xscale("log", base=4)
-        axes.xaxis.set_minor_locator(LogLocator(base=2))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("")
-
-
-def _draw_histogram(axes: Axes, base: Study) -> None:
-    names = ("DyISRU", "DyT", "Derf")
-    residuals = [np.maximum(base.residuals[name], 1e-16) for name in names]
-    smallest = np.min(residuals)
-    largest = np.max(residuals)
-    bins = np.geomspace(smallest / 1.2, largest * 1.2, 45).tolist()
-    for name, values in zip(names, residuals, strict=True):
-        axes.hist(values, bins, color=COLORS[name], alpha=0.75, label=name)
-    axes.axvline(0.01, **_BOUND, label="0.01, the paper's\nbound for DyISRU")
-    axes.set(xscale="log", xlabel="mean absolute residual", ylabel="samples")
-    _label_decades(axes.xaxis)
-    axes.legend(loc="upper left", handlelength=1.2)
-
-
-def _draw_axis(axes: Axes, studies: Sequence[Study], quantity: str) -> None:
-    """Draw medians and 5% to 95% ranges, and the shares of the samples that DyT wins."""
-    places = [getattr(study, quantity) for study in studies]
-    for name in ("DyT", "Derf", "DyISRU"):
-        middles = np.array([study.middle(name) for study in studies])
-        median, low, high = np.maximum(middles, 1e-16).T
-        axes.fill_between(places, low, high, color=COLORS[name], alpha=0.18, linewidth=0)
-        axes.plot(places, median, markersize=3.5, label=name, **_LINES[name])
-    axes.set_yscale("log")
-    _label_decades(axes.yaxis)
-    axes.set_ylabel("mean absolute residual")
-    # The shares are written at the top, where this makes room for them.
-    bottom, top = axes.get_ylim()
-    axes.set_ylim(bottom, top * (top / bottom) ** 0.1)
-    small: dict[str, Any] = {"fontsize": 7.5, "color": COLORS["DyT"]}
-    for place, study in zip(places, studies, strict=True):
-        if study.dyt_wins:
-            axes.annotate(
-                f"{100 * study.dyt_wins:.3g}%",
-                (place, top),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="center",
-                va="bottom",
-                **small,
-            )
-            axes.set_title("samples won by DyT", loc="right", **small)
-
-
 FIGURES: dict[str, tuple[Callable[[Figure, Reproduction], None], tuple[float, float]]] = {
     "fig1": (_draw_functions, (5.6, 3.6)),
     "fig2": (_draw_samples, (7.0, 5.4)),
     "fig3": (_draw_fits, (6.0, 5.6)),
     "fig4": (_draw_sizes, (6.0, 4.0)),
-    "fig5": (_draw_study, (7.4, 6.0)),
 }
 """The function that draws each figure, and its size in inches."""

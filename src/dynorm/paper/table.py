@@ -1,17 +1,13 @@
-"""The numbers behind the figures: as JSON, as CSV, as printed tables and in words."""
+"""The numbers behind the figures: as JSON, as CSV and as printed tables."""
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, takewhile
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from dynorm.paper.fits import CLOSED
-from dynorm.paper.generality import PAPER, Generality, Reproduction, Study
+from dynorm.paper.generality import PAPER, Reproduction, Study
 from dynorm.paper.simulation import STEP, STEPS, Array, channel_betas
-from dynorm.report.rendering import rendered
 from dynorm.table import Table
 
 
@@ -46,11 +42,8 @@ def document(reproduction: Reproduction) -> dict[str, object]:
         "channel_betas": channel_betas(simulation).tolist(),
         "paper": paper,
     }
-    if reproduction.generality is not None:
-        results["generality"] = {
-            **reproduction.generality.to_dict(),
-            "verdict": verdict(reproduction.generality),
-        }
+    if reproduction.studies:
+        results["studies"] = [study.to_dict() for study in reproduction.studies]
     return results
 
 
@@ -107,9 +100,8 @@ def printed(reproduction: Reproduction) -> Iterator[str]:
         f"C v_o = {closed.value:.6g}. Eq. 14's beta of the outlier's channel is "
         f"{' or '.join(betas)} at every step.\n"
     )
-    if reproduction.generality is not None:
-        yield _generality_table(reproduction.generality)
-        yield verdict(reproduction.generality)
+    if reproduction.studies:
+        yield _studies_table(reproduction.studies)
 
 
 def _fit_table(reproduction: Reproduction) -> str:
@@ -164,87 +156,15 @@ def _outlier_table(
     return f"{Table(columns, rows, title=title)}\n"
 
 
-def _generality_table(generality: Generality) -> str:
-    base = generality.base
-    rows = [_generality_row(f"C {base.channels}, sigma {base.sigma:g}", base)]
-    for study in generality.axes["channels"]:
-        rows.append(_generality_row(f"C {study.channels}", study))
-    for study in generality.axes["sigma"]:
-        rows.append(_generality_row(f"sigma {study.sigma:g}", study))
-    for study in generality.axes["mean"]:
-        rows.append(_generality_row(f"mean {study.offset:g} sigma", study))
-    columns: list[str] = ["setting"]
-    for name in ("DyT", "DyISRU"):
-        for quantile in ("5 %", "50 %", "95 %"):
-            columns.append(f"{name} {quantile}")
-    columns.append("DyT wins")
-    title = f"mean |residual| over {len(base.seeds):,} samples per setting: quantiles"
-    return f"{Table(columns, rows, title=title)}\n"
-
-
-def _generality_row(setting: str, study: Study) -> tuple[object, ...]:
-    return (
-        setting,
-        *(f"{value:.2g}" for value in sorted(study.middle("DyT"))),
-        *(f"{value:.2g}" for value in sorted(study.middle("DyISRU"))),
-        f"{100 * study.dyt_wins:.3g}%",
-    )
-
-
-def verdict(generality: Generality) -> str:
-    """Return a paragraph that compares DyISRU with DyT over all samples.
-
-    It says in how many samples DyISRU is nearer to LayerNorm and in which settings it is not, as
-    plain text in one line. Every number comes from the study.
-    """
-    base = generality.base
-    studies = list(chain(*generality.axes.values()))
-    correlation = 0.0
-    if len(base.seeds) > 2:
-        correlation = np.corrcoef(np.abs(base.centers), base.residuals["DyISRU"])[0, 1]
-    # The base setting is on every axis, and counts once.
-    skipped = {}
+def _studies_table(studies: Sequence[Study]) -> str:
+    rows = []
     for study in studies:
-        skipped[study.channels, study.sigma, study.mean] = study.skipped
-    text = rendered(
-        "generality.txt",
-        generality=generality,
-        base=base,
-        bounds=_bounds(generality),
-        correlation=correlation,
-        largest=max(study.closed_residuals.max() for study in studies),
-        skipped=sum(skipped.values()),
-    )
-    return " ".join(text.split())
-
-
-def _bounds(generality: Generality) -> tuple[str, str] | None:
-    """Return in words the range of settings around the base in which DyT wins no sample.
-
-    The first text is about sigma, the second about the mean; None if there is no such range.
-    """
-    sigmas = generality.axes["sigma"]
-    means = generality.axes["mean"]
-    won_sigmas = _until_lost(sigmas)
-    lost_channels = any(study.lost for study in generality.axes["channels"])
-    if generality.base.lost or lost_channels or not won_sigmas:
-        return None
-    largest_sigma = won_sigmas[-1]
-    if largest_sigma is sigmas[-1]:
-        step = "the steps of the outlier are among those looked at"
-    else:
-        step = f"a step of the outlier is at least {STEP / largest_sigma.sigma:.3g} sigma"
-    lowest_mean = _until_lost(study for study in reversed(means) if study.mean <= 0)[-1]
-    highest_mean = _until_lost(study for study in means if study.mean >= 0)[-1]
-    limits = []
-    if lowest_mean is not means[0]:
-        limits.append(f"not below {lowest_mean.offset:g} sigma")
-    if highest_mean is not means[-1]:
-        limits.append(f"not above {highest_mean.offset:g} sigma")
-    mean = " and ".join(limits) or "among those looked at"
-    return step, f"the mean is {mean}"
-
-
-def _until_lost(studies: Iterable[Study]) -> list[Study]:
-    """Return the studies before the first one in which DyT wins a sample."""
-    return list(takewhile(lambda study: not study.lost, studies))
+        setting = f"C {study.channels}, sigma {study.sigma:g}, mean {study.mean:g}"
+        middles = []
+        for name in ("DyISRU", "DyT"):
+            median, low, high = study.middle(name)
+            middles.append(f"{median:.2g} ({low:.2g} to {high:.2g})")
+        rows.append((setting, *middles, f"{study.lost:,} of {len(study.seeds):,}"))
+    columns = ["setting", "DyISRU", "DyT", "samples that DyT wins"]
+    title = "mean |residual| over many samples: median, 5 to 95 %"
+    return f"{Table(columns, rows, title=title)}\n"

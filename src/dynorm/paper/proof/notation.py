@@ -7,7 +7,6 @@ from html import escape
 import sympy as sp
 from sympy.printing.latex import LatexPrinter
 
-from dynorm.errors import ArgumentError
 from dynorm.paper.proof.vocabulary import Expr, Others
 
 # Names whose LaTeX sympy cannot guess.
@@ -30,42 +29,25 @@ SYMBOLS = {
 
 RELATIONS = {"=": "=", "!=": r"\neq", ">=": r"\geq", ">": ">"}
 
-# LaTeX's commands as text; Greek letters are those of Unicode.
-_COMMANDS = {
-    "varepsilon": "ε",
-    "sum": "Σ",
-    "limits": "",
-    "neq": "≠",
-    "geq": "≥",
-    "leq": "≤",
-    "gg": "≫",
-    "pm": "±",
-    "cdot": "·",
-    "to": "→",
-    "prime": "′",
-    "Rightarrow": "⇒",
-    "Leftrightarrow": "⇔",
-    "top": "⊤",
-    "in": "∈",
-    "|": "‖",
-    ",": " ",
-    "log": "log",
-    "tanh": "tanh",
-    "lim": "lim",
-    "left": "",
-    "right": "",
-}
-# A space after these separates; after other commands it only ends their name.
-_SPACED = ("neq", "geq", "leq", "gg", "to", "log", "Rightarrow", "Leftrightarrow", "in", "|", ",")
-
-_LOW = dict(zip("0123456789ijklnt+-≠", "₀₁₂₃₄₅₆₇₈₉ᵢⱼₖₗₙₜ₊₋≠", strict=True))
-_HIGH = dict(zip("0123456789+-⊤′", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⊤′", strict=True))
-_TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|.", re.DOTALL)
-# A numerator needs parentheses if this is found in it, and a denominator unless it matches; both
-# are compared without the text in their own parentheses.
-_TERMS = re.compile(r"(?<!·) (?!·)|/|[\w)][-+]")
-_SINGLE = re.compile(r"(?=.)d?[\w′]?[ᵢⱼₖₗ₀-₉⁰¹²³⁴-⁹]*|√\w?|\^")
-_INNERMOST = re.compile(r"\([^()]*\)")
+# LaTeX's commands, as they are shown in a terminal.
+_AS_TEXT = (
+    (r"\\(left|right|limits|mathrm|,)", ""),
+    (r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"(\1)/(\2)"),
+    (r"\\sqrt\{([^{}]*)\}", r"√(\1)"),
+    (r"\\tilde\{(\w)\}", r"\1~"),
+    (r"\\(varepsilon|epsilon)", "ε"),
+    (r"\\neq", "≠"),
+    (r"\\geq", "≥"),
+    (r"\\leq", "≤"),
+    (r"\\pm", "±"),
+    (r"\\cdot", "·"),
+    (r"\\to", "→"),
+    (r"\\in\b", "∈"),
+    (r"\\sum", "Σ"),
+    (r"\\prime", "′"),
+    (r"\\top", "⊤"),
+)
+_GREEK = re.compile(r"\\(alpha|beta|gamma|delta|mu|sigma|tau)\b")
 
 
 class Printer(LatexPrinter):  # type: ignore[misc]
@@ -187,21 +169,29 @@ def latex(formula: Expr) -> str:
 
 
 def one_line(formula: Expr) -> str:
-    """Return a formula as one line of text."""
-    text = Printer(times=r" \cdot ").doprint(formula)
-    return _text(text.replace("=1}^{C}", "}"))
+    """Return a formula as one line of text, as sympy writes it."""
+    return str(sp.sstr(formula, order="none")).replace("**", "^")
 
 
 def as_text(sentence: str) -> str:
-    r"""Return a sentence, with LaTeX between dollar signs, as plain text.
+    r"""Return a sentence, with LaTeX between dollar signs, as plain text for a terminal.
 
     Example:
-        >>> as_text(r"So $\frac{d}{dx_i} (x_i - \mu) = \frac{C-1}{C}$, not 1.")
-        'So d/dxᵢ (xᵢ − μ) = (C−1)/C, not 1.'
+        >>> as_text(r"So $\frac{C-1}{C} \geq \mu$, not 1.")
+        'So (C-1)/(C) ≥ μ, not 1.'
     """
     parts = sentence.split("$")
-    parts[1::2] = map(_text, parts[1::2])
+    for place in range(1, len(parts), 2):
+        text = parts[place]
+        for pattern, shown in _AS_TEXT:
+            text = re.sub(pattern, shown, text)
+        text = _GREEK.sub(_greek, text)
+        parts[place] = re.sub(r"[{}\\]", "", text)
     return "".join(parts)
+
+
+def _greek(command: re.Match[str]) -> str:
+    return unicodedata.lookup(f"GREEK SMALL LETTER {command[1].upper()}")
 
 
 def as_html(sentence: str) -> str:
@@ -218,105 +208,3 @@ def mathml(latex: str, *, display: bool = False) -> str:
 
     element: str = convert(latex, display="block" if display else "inline")
     return element
-
-
-def _text(latex: str) -> str:
-    """Return LaTeX as one line of text."""
-    text = _Reader(latex).read()
-    text = re.sub(r"\s*·\s*", "·", text.replace("-", "−"))
-    # sympy adds a space after a sign in front of a formula, and after the argument of a function.
-    text = re.sub(r"(^|\()− ", r"\1−", text).replace(" )", ")")
-    return re.sub(r" +", " ", text).strip()
-
-
-class _Reader:
-    """Reads LaTeX from left to right; each group in braces becomes text before what surrounds it."""
-
-    def __init__(self, latex: str) -> None:
-        self.tokens = _TOKEN.findall(latex)
-
-    def read(self) -> str:
-        """Return the text up to the next closing brace, or to the end."""
-        text = ""
-        while self.tokens:
-            token = self.tokens.pop(0)
-            if token == "}":
-                break
-            text += self._part(token)
-        return text
-
-    def _argument(self) -> str:
-        """Return the text of the next group, command or character."""
-        while self.tokens[0] == " ":
-            self.tokens.pop(0)
-        return self._part(self.tokens.pop(0))
-
-    def _part(self, token: str) -> str:
-        if token == "{":
-            return self.read()
-        if token == r"\frac":
-            return _fraction(self._argument(), self._argument())
-        if token == r"\sqrt":
-            radicand = self._argument()
-            is_name = re.fullmatch(r"\w[ᵢ₀-₉]*", radicand)
-            return f"√{radicand}" if is_name else f"√({radicand})"
-        if token == r"\mathrm":
-            return self._argument()
-        if token == r"\tilde":
-            return unicodedata.normalize("NFC", self._argument() + "\N{COMBINING TILDE}")
-        if token in ("_", "^"):
-            return _script(token, self._argument())
-        if token.startswith("\\"):
-            return self._command(token[1:])
-        return token
-
-    def _command(self, name: str) -> str:
-        next_tokens = "".join(self.tokens[:2])
-        ends_name = re.match(r" [\w\\(]", next_tokens)
-        if ends_name and name not in _SPACED:
-            self.tokens.pop(0)
-        if name in _COMMANDS:
-            return _COMMANDS[name]
-        return _greek(name)
-
-
-def _greek(name: str) -> str:
-    kind = "SMALL" if name.islower() else "CAPITAL"
-    # Unicode's spelling.
-    letter = name.upper().replace("LAMBDA", "LAMDA")
-    try:
-        return unicodedata.lookup(f"GREEK {kind} LETTER {letter}")
-    except KeyError as error:
-        raise ArgumentError(
-            f"there is no text for the LaTeX command \\{name}: add it to _COMMANDS in {__name__}"
-        ) from error
-
-
-def _fraction(above: str, below: str) -> str:
-    """Return a fraction in one line, with the parentheses that it needs."""
-    if _TERMS.search(_without_parentheses(above)):
-        above = f"({above.strip()})"
-    if not _SINGLE.fullmatch(_without_parentheses(below)):
-        below = f"({below.strip()})"
-    return f"{above}/{below}"
-
-
-def _without_parentheses(text: str) -> str:
-    """Return the part of a text that is outside all parentheses."""
-    outside = text
-    while _INNERMOST.search(outside):
-        outside = _INNERMOST.sub("", outside)
-    return outside
-
-
-def _script(mark: str, text: str) -> str:
-    """Return a subscript or superscript, in small characters if there are such."""
-    if "→" in text:
-        return f"[{text.replace(' ', '')}]"
-    small = _LOW if mark == "_" else _HIGH
-    letters = text.replace(" ", "")
-    if all(letter in small for letter in letters):
-        return "".join(small[letter] for letter in letters)
-    if len(text) == 1 or text.isalpha():
-        return mark + text
-    return f"{mark}({text})"

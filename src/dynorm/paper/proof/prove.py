@@ -93,7 +93,6 @@ class CheckedStatement:
             "title": self.statement.title,
             "source": self.statement.source,
             "equations": self.statement.equations,
-            "misprint": self.statement.misprint,
             "holds": self.holds,
             "proven": self.proven,
             "autograd_error": self.autograd,

@@ -32,8 +32,7 @@ METHOD = (
     "Numbers: both sides are evaluated at a random token to 65 digits, sums channel by channel, "
     "derivatives by differences at twice as many. They must agree to 50 digits. No rule of the "
     "algebra is used.",
-    "A step with ≠ is proven by one exact token at which the two sides differ. A misprint is "
-    "proven to be one in the same way.",
+    "A step with ≠ is proven by one exact token at which the two sides differ.",
 )
 """How statements are proven, in paragraphs."""
 

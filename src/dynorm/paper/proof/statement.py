@@ -17,7 +17,6 @@ PAPER = (
     "The Mathematical Relationship Between Layer Normalization and Dynamic Activation Functions "
     "(2503.21708)"
 )
-FIRST_VERSION = "Elementwise Layer Normalization, the first version of 2503.21708"
 NOTE_SOURCE = "The note: LayerNorm is centring, then RMSNorm, then the bias"
 OURS = "dynorm, beyond the sources"
 
@@ -29,7 +28,7 @@ class Step:
     """One link of a proof: two formulas and the relation between them."""
 
     left: Expr
-    relation: str  # "=", ">=", ">" or "!="; misprints use "!=": not the same function
+    relation: str  # "=", ">=", ">" or "!="
     right: Expr
     reason: str  # in words; a formula between dollar signs is LaTeX
     tag: str = ""  # the equation's number in the source, if it has one
@@ -81,7 +80,6 @@ class Statement:
     # Symbols that abbreviate formulas; a formula may use the symbols before it.
     definitions: dict[Expr, Expr] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
-    misprint: bool = False  # whether it is about a mistake in a text, and shows the correction
     least_channels: int = 2  # the smallest C that it covers
     steps: list[Step] = field(default_factory=list)
     compared: list[Comparison] = field(default_factory=list)

@@ -9,7 +9,6 @@ from dynorm.paper.proof.statement import Statement
 from dynorm.paper.proof.statements import (
     closed_forms,
     derivative,
-    misprints,
     note,
     solutions,
     witnesses,
@@ -39,7 +38,4 @@ with as_written():
         witnesses.witness_none(),
         witnesses.witness_all(),
         witnesses.witness_derivative(),
-        witnesses.witness_sample(),
-        misprints.misprint_first_version(),
-        misprints.misprint_note(),
     )

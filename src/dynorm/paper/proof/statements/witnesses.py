@@ -10,22 +10,17 @@ from dynorm.paper.proof.vocabulary import (
     C,
     R,
     d,
-    delta,
-    ell,
     from_mean,
     g_k,
     isr_unit,
-    k,
     mu,
     others,
     positive,
     real,
     sigma,
     sum_k,
-    sum_l,
     x_i,
     x_k,
-    x_l,
 )
 from dynorm.theory import rms_norm_by_witnesses
 
@@ -107,44 +102,6 @@ def witness_all() -> Statement:
     statement.compare(
         from_mean / sqrt(sigma**2 + eps), lambda x, at: rms_norm_by_witnesses(center(x), at.eps)
     )
-    return statement
-
-
-def witness_sample() -> Statement:
-    n = positive("n")
-    V = real("V")
-    # The probability that channels k and l are both in the sample.
-    both = delta(k, ell) * n / C + (1 - delta(k, ell)) * n * (n - 1) / (C * (C - 1))
-    statement = Statement(
-        "witness-sample",
-        title="A random sample of channels estimates the sum of all, without bias",
-        source=OURS,
-        equations="15",
-        claim=r"$\frac{C}{n}$ times the sum of n channels, chosen at random, is $\sum_k x_k$ on average, and "
-        r"its mean squared error is $C^2 (\frac{1}{n} - \frac{1}{C}) V$",
-        assumes=r"$C > 1$ channels, $0 < n \leq C$; the numbers $x_k$ are any, such as the squares of "
-        "a token's channels, and V is their variance",
-        definitions={**TOKEN, V: sum_k((x_k - mu) ** 2) / (C - 1)},
-    )
-    statement.step(
-        Eq(sum_k(C / n * (n / C) * x_k), sum_k(x_k)),
-        "A channel is in the sample with probability n / C and then counts C / n times, so on "
-        "average it counts once.",
-    )
-    statement.step(
-        Eq(sum_l(both), n / C * n),
-        "Given that k is in the sample, n channels are; the probability of k itself is n / C.",
-    )
-    statement.step(
-        Eq(sum_k(x_k * sum_l(x_l * ((C / n) ** 2 * both - 1))), C**2 * (1 / n - 1 / C) * V),
-        "The mean squared error: a sum over all pairs of channels.",
-    )
-    statement.step(
-        Eq(C**2 * (1 / n - 1 / C) * V / C**2, (1 - n / C) / n * V),
-        r"Relative to the sum, $C \mu$, it is $\frac{1}{n}(1 - \frac{n}{C}) V / \mu^2$. For squares "
-        r"of normal numbers, $V = 2 \mu^2$.",
-    )
-    statement.compare(V, lambda x, _: x.var(-1, keepdim=True))
     return statement
 
 
