@@ -197,21 +197,6 @@ def test_only_norms_of_the_adapter_are_warned_of(recwarn: pytest.WarningsRecorde
     assert not [warning for warning in recwarn if "adapter" in str(warning.message)]
 
 
-@pytest.mark.parametrize("to", ["dyisru", "dyt"])
-def test_an_adapter_of_a_converted_base_is_refused_on_the_original(tmp_path: Path, to: str) -> None:
-    model = gpt2(to=to)
-    dynorm.save(model, tmp_path / "base")
-    lora = adapted(model, modules_to_save=NORMS)
-    train(lora)
-    lora.save_pretrained(tmp_path / "adapter")
-    loaded = peft.PeftModel.from_pretrained(dynorm.load(tmp_path / "base"), tmp_path / "adapter")
-    torch.testing.assert_close(first(loaded.eval()), first(lora))
-    with pytest.raises(dynorm.errors.StorageError, match=r"has others: .*transformer\.h\.0\.ln_1"):
-        peft.PeftModel.from_pretrained(unconverted(), tmp_path / "adapter")
-    other = adapted(unconverted(), modules_to_save=NORMS)
-    with pytest.raises(dynorm.errors.StorageError, match=r"loaded.*converted"):
-        other.load_adapter(str(tmp_path / "adapter"), "second")
-
 
 def test_single_tokens_are_trained_on_a_converted_base(tmp_path: Path) -> None:
     model = gpt2()
@@ -227,33 +212,3 @@ def test_single_tokens_are_trained_on_a_converted_base(tmp_path: Path) -> None:
     merged = lora.merge_and_unload()
     dynorm.save(merged, tmp_path / "merged")
     torch.testing.assert_close(first(dynorm.load(tmp_path / "merged")), tuned)
-
-
-@pytest.mark.parametrize("tokens", [None, [5, 6]])
-def test_an_adapter_without_layers_warns_on_an_unconverted_base(
-    tmp_path: Path, tokens: list[int] | None
-) -> None:
-    model = gpt2()
-    dynorm.save(model, tmp_path / "base")
-    lora = adapted(model, trainable_token_indices=tokens)
-    train(lora)
-    lora.save_pretrained(tmp_path / "adapter")
-    with pytest.warns(UserWarning, match="converted.*5.*has 0"):
-        peft.PeftModel.from_pretrained(unconverted(), str(tmp_path / "adapter"))
-    # An adapter of the original has no such note, and goes on either.
-    plain = adapted(unconverted(), trainable_token_indices=tokens)
-    plain.save_pretrained(tmp_path / "plain")
-    for base in (unconverted(), dynorm.load(tmp_path / "base")):
-        peft.PeftModel.from_pretrained(base, str(tmp_path / "plain"))
-    # The folder of the first, written again.
-    plain.save_pretrained(tmp_path / "adapter")
-    peft.PeftModel.from_pretrained(unconverted(), str(tmp_path / "adapter"))
-
-
-def test_each_adapter_of_several_has_the_note(tmp_path: Path) -> None:
-    lora = adapted(gpt2())
-    lora.add_adapter("second", lora.peft_config["default"])
-    lora.save_pretrained(save_directory=str(tmp_path))
-    for folder in (tmp_path, tmp_path / "second"):
-        with pytest.warns(UserWarning, match="has 0.*converted"):
-            peft.PeftModel.from_pretrained(unconverted(), model_id=str(folder))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,36 +141,6 @@ def test_a_model_that_was_wrapped_before_its_conversion(tmp_path: Path) -> None:
     assert len(report.sites) == 5
 
 
-def test_a_folder_of_an_earlier_version_has_wrappers_in_its_paths(tmp_path: Path) -> None:
-    model = converted()
-    dynorm.save(model, tmp_path / "model")
-    config = contents.read_json(tmp_path / "model/dynorm.json")
-    for layer in config["layers"]:
-        if layer["paths"] == ["blocks.0.norm"]:
-            layer["paths"] = ["blocks.0._checkpoint_wrapped_module.norm"]
-    config.pop("sha256")
-    config["sha256"] = contents.checksum(config)
-    (tmp_path / "model/dynorm.json").write_text(json.dumps(config))
-    for target in (build(), wrap_blocks(build(), checkpoint_wrapper)):
-        assert torch.equal(dynorm.load(tmp_path / "model", target)(X), model(X))
-
-
-def test_a_fold_inside_of_a_wrapper(tmp_path: Path) -> None:
-    def stack() -> nn.Sequential:
-        torch.manual_seed(1)
-        inner = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C, bias=False))
-        return nn.Sequential(inner, nn.LayerNorm(C), nn.Linear(C, C)).eval()
-
-    model = stack()
-    with torch.no_grad():
-        model[0][1].bias.fill_(0.5)
-    dynorm.convert_(model, dynorm.find_norms(model, X), only="1")
-    dynorm.calibrate_(model, [X])
-    report = dynorm.fold_(model, X, add_bias=True, paths=["0.1"])
-    assert report.added_biases == ["0.2"]
-    model[0] = checkpoint_wrapper(model[0])
-    dynorm.save(model, tmp_path / "model")
-    assert torch.equal(dynorm.load(tmp_path / "model", stack())(X), model(X))
 
 
 @pytest.mark.parametrize("wrapper", ["checkpoint", "compiled"])

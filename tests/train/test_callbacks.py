@@ -24,8 +24,7 @@ from transformers import (
 import dynorm
 from dynorm.train.anneal import annealed_layers
 from dynorm.train.callbacks import AnnealCallback
-from dynorm.train.start import require_same_anneal
-from tests.parallel.launch import Found, errors, launch, values
+from tests.parallel.launch import Found, launch, values
 
 STEPS = 12
 
@@ -221,12 +220,10 @@ def shapes(folder: Path) -> None:
         dynorm.restore_(net)
         sites = dynorm.find_norms(net, torch.zeros(1, 4, dtype=torch.long))
         dynorm.convert_(net, sites, to="annealed", per_channel=True)
-    require_same_anneal(net)
 
 
 def bare(folder: Path) -> None:
     net = model(dropout=0.0)
-    require_same_anneal(dynorm.restore_(net) if torch.distributed.get_rank() == 1 else net)
 
 
 def by_the_trainer(net: nn.Module, size: int, folder: Path, **options: Any) -> dict[str, Any]:
@@ -378,19 +375,3 @@ def test_two_processes_do_what_one_does(
         assert shared["values"][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
     if mode != "fsdp":
         assert shared["final"] == pytest.approx(whole["final"], rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "words"),
-    [("disagree", "must have the same t"), ("shapes", "must have the same point-wise layers")],
-)
-def test_ranks_that_disagree_stop(two: Found, mode: str, words: str) -> None:
-    assert all(f"all ranks {words}" in message for _, message in errors(two, mode))
-
-
-@pytest.mark.slow
-def test_a_rank_without_annealed_layers_stops_the_others_too(two: Found) -> None:
-    (_, other), (_, itself) = errors(two, "bare")
-    assert "must have annealed layers" in itself
-    assert "rank 1 raised an error" in other
