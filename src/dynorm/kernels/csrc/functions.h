@@ -2,7 +2,7 @@
 // instruction set, inside its namespace, after its vector header.
 //
 // value(u, constant, shift) is f(u). all(u, constant, shift, grad) gives two factors whose product is grad f; grad times
-// the slope df/du up to a factor that `Period::slope_gain` holds; and the arm, with which that makes grad df/dconstant,
+// the slope df/du up to a factor that `Row::slope_gain` holds; and the arm, with which that makes grad df/dconstant,
 // up to a factor that the plan applies. An arm is finite where the slope is 0, so that their product is 0 too.
 // Coefficients: tools/kernel_coefficients.py. NaN stays NaN: every comparison with it is false.
 //

@@ -116,35 +116,26 @@ __attribute__((always_inline)) inline void along(std::int64_t n, const Body& bod
   }
 }
 
-// The parameters at place j of the period; what is one number is broadcast once, outside the loop. Whether a parameter
-// is one number is the layout, a template argument: asked for each vector, it would cost as much as the function.
+// The parameters at place j of the row; one number for all channels is broadcast once, outside the loop. Whether there is
+// one is the layout, a template argument: asked for each vector, it would cost as much as the function.
 template <class C, int kLayout>
 struct Parameters {
   using Number = typename C::Number;
   using Vector = typename C::Vector;
-  const Period& period;
-  Vector constant_ = one(period.constant), shift_ = one(period.shift), center_ = one(period.center);
-  Vector gain_ = one(period.gain), bias_ = one(period.bias), slope_gain_ = one(period.slope_gain);
+  const Row& row;
+  Vector constant_ = one(row.constant), shift_ = one(row.shift), center_ = one(row.center);
 
   static Vector one(const void* p) { return C::splat_of(*(const Number*)p); }
   static Vector many(const void* p, std::int64_t j) { return load((const Number*)p + j); }
-  Vector constant(std::int64_t j) const { return kLayout == kRows ? many(period.constant, j) : constant_; }
-  // With witnesses it may depend on u.
-  Vector constant(std::int64_t j, Vector) const { return constant(j); }
-  Vector shift(std::int64_t j) const { return kLayout == kRows ? many(period.shift, j) : shift_; }
-  Vector center(std::int64_t j) const { return kLayout == kRows ? many(period.center, j) : center_; }
-  Vector centered(Vector x, std::int64_t j) const { return kLayout == kRowsPlain ? x : x - center(j); }
-  Vector gain(std::int64_t j) const { return kLayout == kRun ? gain_ : many(period.gain, j); }
-  Vector bias(std::int64_t j) const { return kLayout == kRun ? bias_ : many(period.bias, j); }
-  // Of many witnesses.
-  Vector term_gain(std::int64_t j) const { return many(period.term_gain, j); }
-  Vector slope_gain(std::int64_t j) const { return kLayout == kRun ? slope_gain_ : many(period.slope_gain, j); }
-  // Where results are known otherwise.
-  template <class Some>
-  void settle(Some&, std::int64_t) const {}
+  Vector constant(std::int64_t j) const { return kLayout == kPerChannel ? many(row.constant, j) : constant_; }
+  Vector shift(std::int64_t j) const { return kLayout == kPerChannel ? many(row.shift, j) : shift_; }
+  Vector center(std::int64_t j) const { return kLayout == kPerChannel ? many(row.center, j) : center_; }
+  Vector centered(Vector x, std::int64_t j) const { return kLayout == kNoCenter ? x : x - center(j); }
+  Vector gain(std::int64_t j) const { return many(row.gain, j); }
+  Vector bias(std::int64_t j) const { return many(row.bias, j); }
+  Vector slope_gain(std::int64_t j) const { return many(row.slope_gain, j); }
 };
 
-// One period, or what there is of the last.
 template <int F, class T, class Given>
 __attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::int64_t n, const Given& p,
                                                        bool streamed) {
@@ -157,13 +148,12 @@ __attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::in
     Vector u[kAtOnce], constant[kAtOnce], shift[kAtOnce], f[kAtOnce];
     for (int k = 0; k < kAtOnce; ++k) {
       const std::int64_t i = j + k * C::lanes;
-      u[k] = p.centered(load(x + i), i), constant[k] = p.constant(i, u[k]), shift[k] = p.shift(i);
+      u[k] = p.centered(load(x + i), i), constant[k] = p.constant(i), shift[k] = p.shift(i);
     }
     add_squares<F>(u, constant);
     for (int k = 0; k < kAtOnce; ++k) f[k] = value_of<F, T>(u[k], constant[k], shift[k]);
     for (int k = 0; k < kAtOnce; ++k) f[k] = C::muladd(f[k], p.gain(j + k * C::lanes), p.bias(j + k * C::lanes));
     if (streamed) {
-      p.settle(f, j);
       for (int k = 0; k < kAtOnce; ++k) stream(y + j + k * C::lanes, f[k]);
     } else if constexpr (kAtOnce == 1) {
       store(y + j, f[0]);
@@ -172,27 +162,24 @@ __attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::in
     }
   }
   auto one = [&](Vector a) {
-    Vector u[1] = {p.centered(a, j)}, constant[1] = {p.constant(j, u[0])};
+    Vector u[1] = {p.centered(a, j)}, constant[1] = {p.constant(j)};
     add_squares<F>(u, constant);
-    Vector f[1] = {C::muladd(value_of<F, T>(u[0], constant[0], p.shift(j)), p.gain(j), p.bias(j))};
-    if (streamed) p.settle(f, j);
-    return f[0];
+    return C::muladd(value_of<F, T>(u[0], constant[0], p.shift(j)), p.gain(j), p.bias(j));
   };
   for (; j + C::lanes <= n; j += C::lanes) store(y + j, one(load(x + j)));
   if (j < n) store_some<C>(y + j, n - j, one(load_some<C>(x + j, n - j)));
 }
 
 template <int F, class T, int kLayout>
-void forward(const void* x_, void* y_, std::int64_t n, std::int64_t length, const Period& period, bool streamed) {
+void forward(const void* x_, void* y_, std::int64_t rows, std::int64_t channels, const Row& row, bool streamed) {
   const T* x = (const T*)x_;
   T* y = (T*)y_;
-  const Parameters<typename ComputedIn<T>::Type, kLayout> p{period};
-  for (std::int64_t i = 0; i < n; i += length) {
-    const std::int64_t here = n - i < length ? n - i : length;
+  const Parameters<typename ComputedIn<T>::Type, kLayout> p{row};
+  for (std::int64_t i = 0; i < rows * channels; i += channels) {
     if (streamed) {
-      forward_row<F, T>(x + i, y + i, here, p, true);
+      forward_row<F, T>(x + i, y + i, channels, p, true);
     } else {
-      forward_row<F, T>(x + i, y + i, here, p, false);
+      forward_row<F, T>(x + i, y + i, channels, p, false);
     }
   }
   if (streamed) fence();
@@ -203,7 +190,7 @@ struct Sums {
   Vector at[kSums];
 };
 
-// Some vectors of the backward pass, each of a row of its own, at one place of the period: sums grow, grad becomes the
+// Some vectors of the backward pass, each of a row of its own, at one place: sums grow, grad becomes the
 // gradient of x. The constant is each row's own.
 template <int F, class C, int kCount, class Vector>
 __attribute__((always_inline)) inline void step(Vector (&u)[kCount], Vector (&grad)[kCount], Vector (&constant)[kCount],
@@ -219,10 +206,9 @@ __attribute__((always_inline)) inline void step(Vector (&u)[kCount], Vector (&gr
   }
 }
 
-// Some rows side by side, along the period: each row is read and written in order, and few are open at a time.
+// Some rows side by side: each is read and written in order, and few are open at a time.
 template <int F, class T, int kLayout, int kRowsTogether>
-__attribute__((always_inline)) inline void backward_some(const T* x, const T* grad, T* grad_x, std::int64_t stride,
-                                                         std::int64_t n,
+__attribute__((always_inline)) inline void backward_some(const T* x, const T* grad, T* grad_x, std::int64_t n,
                                                          const Parameters<typename ComputedIn<T>::Type, kLayout>& p,
                                                          typename ComputedIn<T>::Type::Number* sums,
                                                          std::int64_t padded) {
@@ -231,119 +217,56 @@ __attribute__((always_inline)) inline void backward_some(const T* x, const T* gr
   along<C, T>(n, [&](std::int64_t j, auto read, auto write) __attribute__((always_inline)) {
     Vector u[kRowsTogether], g[kRowsTogether], constant[kRowsTogether];
     for (int k = 0; k < kRowsTogether; ++k) {
-      u[k] = p.centered(read(x + k * stride + j), j), g[k] = read(grad + k * stride + j), constant[k] = p.constant(j);
+      u[k] = p.centered(read(x + k * n + j), j), g[k] = read(grad + k * n + j), constant[k] = p.constant(j);
     }
     Sums<Vector> here;
     for (int s = 0; s < kSums; ++s) here.at[s] = sums ? load(sums + s * padded + j) : C::splat_of(0);
     step<F, C>(u, g, constant, p.shift(j), p.slope_gain(j), here);
     for (int s = 0; sums && s < kSums; ++s) store(sums + s * padded + j, here.at[s]);
-    for (int k = 0; grad_x && k < kRowsTogether; ++k) write(grad_x + k * stride + j, g[k]);
+    for (int k = 0; grad_x && k < kRowsTogether; ++k) write(grad_x + k * n + j, g[k]);
   });
 }
 
 template <int F, class T, int kLayout>
-void backward_rows(const void* x_, const void* grad_, void* grad_x_, std::int64_t rows, std::int64_t stride,
-                   std::int64_t n, const Period& period, void* sums_, std::int64_t padded) {
+void backward(const void* x_, const void* grad_, void* grad_x_, std::int64_t rows, std::int64_t channels,
+              const Row& row_, void* sums_, std::int64_t padded) {
   using C = typename ComputedIn<T>::Type;
   constexpr int kRowsTogether = kSideBySide<F, C>;
   const T *x = (const T*)x_, *grad = (const T*)grad_;
   T* grad_x = (T*)grad_x_;
   auto* sums = (typename C::Number*)sums_;
-  const Parameters<C, kLayout> p{period};
+  const Parameters<C, kLayout> p{row_};
   std::int64_t row = 0;
   auto to = [&](std::int64_t i) { return grad_x ? grad_x + i : grad_x; };
   for (; row + kRowsTogether <= rows; row += kRowsTogether) {
-    const std::int64_t i = row * stride;
-    backward_some<F, T, kLayout, kRowsTogether>(x + i, grad + i, to(i), stride, n, p, sums, padded);
+    const std::int64_t i = row * channels;
+    backward_some<F, T, kLayout, kRowsTogether>(x + i, grad + i, to(i), channels, p, sums, padded);
   }
   for (; row < rows; ++row) {
-    const std::int64_t i = row * stride;
-    backward_some<F, T, kLayout, 1>(x + i, grad + i, to(i), stride, n, p, sums, padded);
+    const std::int64_t i = row * channels;
+    backward_some<F, T, kLayout, 1>(x + i, grad + i, to(i), channels, p, sums, padded);
   }
 }
-
-// Numbers added in float before they go to a double.
-constexpr std::int64_t kRunBlock = 4096;
-
-template <int F, class T>
-void backward_run(const void* x_, const void* grad_, void* grad_x_, std::int64_t n, const Period& period,
-                  double* sums) {
-  using C = typename ComputedIn<T>::Type;
-  using Vector = typename C::Vector;
-  const T *x = (const T*)x_, *grad = (const T*)grad_;
-  T* grad_x = (T*)grad_x_;
-  const Parameters<C, kRun> p{period};
-  for (std::int64_t start = 0; start < n; start += kRunBlock) {
-    const std::int64_t end = start + kRunBlock < n ? start + kRunBlock : n;
-    Sums<Vector> block;
-    for (int k = 0; k < kSums; ++k) block.at[k] = C::splat_of(0);
-    std::int64_t j = start;
-    for (; j + C::lanes <= end; j += C::lanes) {
-      Vector u[1] = {p.centered(load(x + j), j)}, g[1] = {load(grad + j)}, constant[1] = {p.constant_};
-      step<F, C>(u, g, constant, p.shift_, p.slope_gain_, block);
-      if (grad_x) store(grad_x + j, g[0]);
-    }
-    Sums<Vector> last;
-    for (int k = 0; k < kSums; ++k) last.at[k] = C::splat_of(0);
-    if (j < end) {
-      Vector u[1] = {p.centered(load_some<C>(x + j, end - j), j)}, g[1] = {load_some<C>(grad + j, end - j)};
-      Vector constant[1] = {p.constant_};
-      step<F, C>(u, g, constant, p.shift_, p.slope_gain_, last);
-      if (grad_x) store_some<C>(grad_x + j, end - j, g[0]);
-    }
-    for (int k = 0; k < kSums; ++k) {
-      typename C::Number whole[C::lanes], some[C::lanes];
-      store(whole, block.at[k]);
-      store(some, last.at[k]);
-      for (std::int64_t lane = 0; lane < C::lanes; ++lane) {
-        // Lanes beyond the end hold zeros times a slope, which may be NaN: they are left out.
-        sums[k] += whole[lane] + (lane < end - j ? some[lane] : 0);
-      }
-    }
-  }
-}
-
-#include "row_constants.h"
-
-#include "rare_rows.h"
-
-#include "witnesses.h"
-
-#include "many_witnesses.h"
 
 template <int F, class T, int kLayout>
-void fill_rows(Kernels& table, Dtype dtype) {
+void fill_layout(Kernels& table, Dtype dtype) {
   table.forward[F][dtype][kLayout] = forward<F, T, kLayout>;
-  table.backward_rows[F][dtype][kLayout] = backward_rows<F, T, kLayout>;
-  table.forward[F][dtype][kLayout + kFewLayouts] = forward_few<F, T, kLayout>;
-  table.backward_rows[F][dtype][kLayout + kFewLayouts] = backward_few<F, T, kLayout>;
-  // Without a centre these subtract 0, which costs less than more code.
-  if constexpr (kLayout != kRowsPlain) {
-    table.forward[F][dtype][kLayout + kManyLayouts] = forward_many<F, T, kLayout>;
-    table.backward_rows[F][dtype][kLayout + kManyLayouts] = backward_many<F, T, kLayout>;
-  }
+  table.backward[F][dtype][kLayout] = backward<F, T, kLayout>;
 }
 
 template <int F, class T>
 void fill(Kernels& table, Dtype dtype) {
-  table.forward[F][dtype][kRun] = forward<F, T, kRun>;
-  table.backward_run[F][dtype] = backward_run<F, T>;
-  fill_rows<F, T, kRowsPlain>(table, dtype);
-  fill_rows<F, T, kRowsOneConstant>(table, dtype);
-  fill_rows<F, T, kRows>(table, dtype);
-}
-
-template <int F>
-void fill_dtypes(Kernels& table) {
-  fill<F, float>(table, kFloat32);
-  fill<F, double>(table, kFloat64);
-  fill<F, Bfloat16>(table, kBfloat16);
-  fill<F, Float16>(table, kFloat16);
+  fill_layout<F, T, kNoCenter>(table, dtype);
+  fill_layout<F, T, kOneConstant>(table, dtype);
+  fill_layout<F, T, kPerChannel>(table, dtype);
 }
 
 template <int F = 0>
 void fill_functions(Kernels& table) {
-  fill_dtypes<F>(table);
+  fill<F, float>(table, kFloat32);
+  fill<F, double>(table, kFloat64);
+  fill<F, Bfloat16>(table, kBfloat16);
+  fill<F, Float16>(table, kFloat16);
   if constexpr (F + 1 < kFunctions) fill_functions<F + 1>(table);
 }
 

@@ -9,9 +9,6 @@ inline V fma(V a, V b, V c) { return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (_
 // The bound where a is beyond it, else a; NaN stays NaN, the second operand is what comes then.
 inline V at_most(V a, float bound) { return (V)_mm256_min_ps(_mm256_set1_ps(bound), (__m256)a); }
 inline V at_least(V a, float bound) { return (V)_mm256_max_ps(_mm256_set1_ps(bound), (__m256)a); }
-// Of two vectors; the second where one of them is NaN.
-inline V lesser(V a, V b) { return (V)_mm256_min_ps((__m256)a, (__m256)b); }
-inline V greater(V a, V b) { return (V)_mm256_max_ps((__m256)a, (__m256)b); }
 // Whether any lane is above the bound, or NaN.
 inline bool any_above(V a, float bound) {
   return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, _mm256_set1_ps(bound), _CMP_NLE_UQ)) != 0;
@@ -45,12 +42,5 @@ inline void store(T* p, V a) {
 template <class T>
 inline void stream(T* p, V a) {
   _mm_stream_si128((__m128i*)p, narrow(p, a));
-}
-inline float number_of(Float16 a) { return _cvtsh_ss(a.bits); }
-// Four numbers again and again; of each four lanes, the one that is `by` further on.
-inline V fours(const float* p) { return (V)_mm256_broadcast_ps((const __m128*)p); }
-template <int by>
-inline V turned(V a) {
-  return (V)_mm256_permute_ps((__m256)a, by == 1 ? 0x39 : by == 2 ? 0x4e : 0x93);
 }
 inline void fence() { _mm_sfence(); }

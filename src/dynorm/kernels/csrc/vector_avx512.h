@@ -9,9 +9,6 @@ inline V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (_
 // The bound where a is beyond it, else a; NaN stays NaN, the second operand is what comes then.
 inline V at_most(V a, float bound) { return (V)_mm512_min_ps(_mm512_set1_ps(bound), (__m512)a); }
 inline V at_least(V a, float bound) { return (V)_mm512_max_ps(_mm512_set1_ps(bound), (__m512)a); }
-// Of two vectors; the second where one of them is NaN.
-inline V lesser(V a, V b) { return (V)_mm512_min_ps((__m512)a, (__m512)b); }
-inline V greater(V a, V b) { return (V)_mm512_max_ps((__m512)a, (__m512)b); }
 // Whether any lane is above the bound, or NaN.
 inline bool any_above(V a, float bound) {
   return _mm512_cmp_ps_mask((__m512)a, _mm512_set1_ps(bound), _CMP_NLE_UQ) != 0;
@@ -61,12 +58,5 @@ inline void store(T* p, V a) {
 template <class T>
 inline void stream(T* p, V a) {
   _mm256_stream_si256((__m256i*)p, narrow(p, a));
-}
-inline float number_of(Float16 a) { return _cvtsh_ss(a.bits); }
-// Four numbers again and again; of each four lanes, the one that is `by` further on.
-inline V fours(const float* p) { return (V)_mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
-template <int by>
-inline V turned(V a) {
-  return (V)_mm512_permute_ps((__m512)a, by == 1 ? 0x39 : by == 2 ? 0x4e : 0x93);
 }
 inline void fence() { _mm_sfence(); }

@@ -9,9 +9,6 @@ inline V fma(V a, V b, V c) { return a * b + c; }
 // The bound where a is beyond it, else a; NaN stays NaN.
 inline V at_most(V a, float bound) { return a > bound ? splat(bound) : a; }
 inline V at_least(V a, float bound) { return a < bound ? splat(bound) : a; }
-// Of two vectors; the second where one of them is NaN.
-inline V lesser(V a, V b) { return a < b ? a : b; }
-inline V greater(V a, V b) { return a > b ? a : b; }
 // Whether any lane is above the bound, or NaN.
 inline bool any_above(V a, float bound) {
   return !(a[0] <= bound && a[1] <= bound && a[2] <= bound && a[3] <= bound);
@@ -44,12 +41,5 @@ inline void store(Float16* p, V a) {
 template <class T>
 inline void stream(T* p, V a) {
   store(p, a);
-}
-inline float number_of(Float16 a) { return float16_value(a.bits); }
-// Four numbers again and again; of each four lanes, the one that is `by` further on.
-inline V fours(const float* p) { return load(p); }
-template <int by>
-inline V turned(V a) {
-  return V{a[by % 4], a[(by + 1) % 4], a[(by + 2) % 4], a[(by + 3) % 4]};
 }
 inline void fence() {}
