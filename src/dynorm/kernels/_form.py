@@ -1,13 +1,14 @@
-"""A kernel call: its tensors as :class:`Parameters`, and the rest as :class:`Form`."""
+"""A kernel call: its tensors as :class:`Parameters`, the rest as :class:`Form`; and its definition."""
 
 from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dynorm import functional
-from dynorm.arguments import Axes, upcast
+from dynorm.arguments import upcast
 
 
 class FunctionCode(IntEnum):
@@ -25,6 +26,8 @@ DEFINITIONS: dict[int, Callable[..., Tensor]] = {
     FunctionCode.DERF: functional.derf,
     FunctionCode.LINEAR: functional.linear,
 }
+# 1 / (beta slope^2): the slope of erf at 0 is 2 / sqrt(pi).
+RATIO_OF_DERF = 4 / torch.pi
 
 
 class Parameters(NamedTuple):
@@ -39,23 +42,15 @@ class Parameters(NamedTuple):
     center: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
-    log_gain: Tensor | None = None  # one element per witness; None for gains of 1
 
 
 class Form(NamedTuple):
-    """Everything in a kernel call except its tensors.
-
-    The channel of flat element i of x is ``(i // inner) % channels``.
-    """
+    """Everything in a kernel call except its tensors."""
 
     function: int  # a FunctionCode
     # Whether the constant is stored as log(beta); the linear slope is then 1 / sqrt(beta).
     logarithmic: bool
     scale: float  # the layer's fixed factor
-    channels: int
-    inner: int  # elements from one channel to the next; 1 if the channels come last
-    # The channels whose squares are added to beta, token by token; only if ``inner`` is 1.
-    witnesses: tuple[int, ...] = ()
 
     def constant(self, stored: Tensor) -> Tensor:
         """Return the constant in at least float32, not its logarithm."""
@@ -66,28 +61,37 @@ class Form(NamedTuple):
             return (-0.5 * value).exp()
         return value.exp()
 
-    def definition(
-        self, x: Tensor, parameters: Parameters, dim: Axes = -1, witnesses: Tensor | None = None
-    ) -> Tensor:
-        """Return y by the definition, with the channels at ``dim``.
+    def of_token(self, constant: Tensor, token_constant: Tensor) -> Tensor:
+        """Return the constant of each token: ``constant + T``, or a slope divided by its growth."""
+        total = token_constant[..., None]
+        if self.function == FunctionCode.DYISRU:
+            return constant + total
+        ratio = RATIO_OF_DERF if self.function == FunctionCode.DERF else 1.0
+        return constant * torch.rsqrt(1 + ratio * constant.square() * total)
 
-        The witnesses are given by their positions, a tensor; those of the form are not read.
+    def definition(
+        self, x: Tensor, parameters: Parameters, token_constant: Tensor | None = None
+    ) -> Tensor:
+        """Return y by the definition, which can be differentiated again.
+
+        Each element is a channel of its own there, so that a constant may differ in all of them.
         """
-        stored, shift, center, weight, bias, log_gain = parameters
-        constants = [self.constant(stored)]
-        if self.function == FunctionCode.DERF and shift is not None:
-            constants.append(shift)
-        gain = None
-        if log_gain is not None:
-            gain = upcast(log_gain).exp()
-        return DEFINITIONS[self.function](
-            x,
+
+        def spread(parameter: Tensor | None) -> Tensor | None:
+            return None if parameter is None else parameter.expand(x.shape).flatten()
+
+        constant = self.constant(parameters.constant)
+        if token_constant is not None:
+            constant = self.of_token(constant, token_constant)
+        constants = [spread(constant)]
+        if self.function == FunctionCode.DERF and parameters.shift is not None:
+            constants.append(spread(parameters.shift))
+        y = DEFINITIONS[self.function](
+            x.flatten(),
             *constants,
-            weight=weight,
-            bias=bias,
-            center=center,
+            weight=spread(parameters.weight),
+            bias=spread(parameters.bias),
+            center=spread(parameters.center),
             scale=self.scale,
-            dim=dim,
-            witnesses=witnesses,
-            gain=gain,
         )
+        return y.reshape(x.shape)

@@ -112,111 +112,19 @@ def centered(
 
 
 @triton.jit
-def unit_of(total):
-    """Choose the unit of each row: u is multiplied by it, so that no square overflows.
+def of_token(constant, token_ptr, row, rows, FUNCTION: tl.constexpr, COMPUTE: tl.constexpr):
+    """Compute the constants of some rows with their numbers T, and the factor in those of a slope.
 
-    It is 1 in nearly all rows.
+    The constant is ``constant + T`` for DyISRU, else ``constant / sqrt(1 + ratio constant**2 T)``.
     """
-    # 2**-40 and 2**-400: small enough for the squares of all channels at their limit.
-    small = tl.full(
-        [],
-        3.872591914849318e-121 if total.dtype == tl.float64 else 9.094947017729282e-13,
-        total.dtype,
-    )
-    return tl.where(total >= limit(total), small, tl.full([], 1.0, total.dtype))
-
-
-@triton.jit
-def sum_few(
-    tensors,
-    place,
-    channel,
-    unit,
-    WITNESSES: tl.constexpr,
-    LEFT_OUT: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):
-    """Sum ``g_k (unit u_k)**2`` over few witnesses; ``LEFT_OUT``: a witness is not in its own sum."""
-    x_ptr, center_ptr, witness_ptr, log_gain_ptr = tensors
-    row, rows, channels = place
-    total = tl.zeros([1, 1], COMPUTE)
-    for i in tl.static_range(WITNESSES):
-        k = tl.load(witness_ptr + i)
-        offset = row * channels + k
-        u = centered((x_ptr, center_ptr), offset, row < rows, k, k >= 0, PER_CHANNEL, COMPUTE)
-        u = clamped(u) * unit
-        term = u * u
-        if log_gain_ptr is not None:
-            term = term * tl.exp(tl.load(log_gain_ptr + i).to(COMPUTE))
-        if LEFT_OUT:
-            # By where: a product with 0 would make NaN of infinity, and a difference would lose the
-            # digits of the others.
-            term = tl.where(channel == k, 0.0, term)
-        total = total + term
-    return total
-
-
-@triton.jit
-def of_few(
-    constant,
-    tensors,
-    place,
-    channel,
-    WITNESSES: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):
-    """Compute each row's unit, and what :func:`of_sum` does, with few witnesses."""
-    total = sum_few(tensors, place, channel, 1.0, WITNESSES, False, PER_CHANNEL, COMPUTE)
-    unit = unit_of(total)
-    total = sum_few(tensors, place, channel, unit, WITNESSES, FUNCTION == 0, PER_CHANNEL, COMPUTE)
-    constant, root = of_sum(constant, total, unit, FUNCTION)
-    return unit, constant, root
-
-
-@triton.jit
-def of_many(constant, u, term_gain, row, rows, sums_ptr, FUNCTION: tl.constexpr):
-    """Compute the same as :func:`of_few` from the sums that ``rows_kernel`` has stored."""
-    inside = row < rows
-    unit = tl.load(sums_ptr + row, inside, other=1.0)
-    total = tl.load(sums_ptr + rows + row, inside, other=0.0)
+    total = tl.load(token_ptr + row, row < rows, other=0.0).to(COMPUTE)
+    # A sum that is not finite has no inverse root of its own.
+    most = limit(total) * limit(total)
+    total = tl.where(total > most, most, total)
     if FUNCTION == 0:
-        rest = tl.load(sums_ptr + 2 * rows + row, inside, other=0.0)
-        total = without(terms_of(clamped(u) * unit, term_gain), total, rest)
-    constant, root = of_sum(constant, total, unit, FUNCTION)
-    return unit, constant, root
-
-
-@triton.jit
-def terms_of(u, gain):
-    """Compute ``gain * u**2``; 0 where the gain is 0, also for NaN."""
-    return tl.where(gain == 0, 0.0, u * gain * u)
-
-
-@triton.jit
-def without(term, total, rest):
-    """Compute a row's sum without a term, where ``rest`` is the sum without its largest term.
-
-    The difference keeps its digits as long as the term is at most half of the sum. At most one term
-    is more than that: the largest.
-    """
-    return tl.where(term > rest, rest, total - term)
-
-
-@triton.jit
-def of_sum(constant, total, unit, FUNCTION: tl.constexpr):
-    """Compute the constants of some rows, and the factor in those of functions of a slope.
-
-    ``total`` is T, the sum of ``g_k u_k**2`` over the witnesses; for DyISRU a witness is not part of
-    its T. All are in the row's unit, by which u is multiplied, and so is the constant.
-    """
-    if FUNCTION == 0:
-        constant, root = constant * (unit * unit) + total, 1.0
+        constant, root = constant + total, 1.0
     else:
-        square = (RATIO_OF_DERF if FUNCTION == 2 else 1.0) * (constant * constant) * total
-        square += unit * unit
+        square = 1.0 + (RATIO_OF_DERF if FUNCTION == 2 else 1.0) * (constant * constant) * total
         root = 1.0 / tl.sqrt(square) if square.dtype == tl.float64 else tl.rsqrt(square)
         constant = constant * root
     return constant, root
