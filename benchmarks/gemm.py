@@ -11,7 +11,12 @@ point-wise layer makes possible; benchmarks.gpu times it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+import math
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import triton
@@ -21,15 +26,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dynorm.errors import ArgumentError
 from dynorm.kernels._form import Form, Parameters
-from dynorm.kernels._triton import (
-    ceil_divide,
-    check_parameters,
-    choose,
-    interpreted,
-    kernel_parameters,
-)
+from dynorm.kernels._triton import ceil_divide, interpreted, kernel_parameters
 from dynorm.kernels._triton_functions import parameter, value
 
+Candidate = TypeVar("Candidate")
+_chosen: dict[Hashable, object] = {}
+_lock = threading.Lock()
 # From Hopper on, the copy engine loads tiles by descriptors.
 _COPY_ENGINE = (9, 0)
 # It needs addresses and rows that are aligned to this number of bytes.
@@ -98,8 +100,8 @@ def gemm_add_forward(
     _check(a, b, residual)
     m, k = a.shape
     n = b.shape[1]
-    check_parameters(a, n, parameters[:5])
-    function_parameters = kernel_parameters(form, parameters)[:5]
+    check_parameters(a, n, parameters)
+    function_parameters = kernel_parameters(form, n, parameters)
     check_parameters(a, n, (None, None, None, gemm_bias))
     h = torch.empty_like(residual)
     y = torch.empty_like(residual)
@@ -158,6 +160,51 @@ def gemm_add_forward(
         key = (a.device, a.dtype, m.bit_length(), n, k, described, b_by_columns, precision)
         launch(choose(key, TILES[a.element_size()], launch))
     return y, h
+
+
+def check_parameters(x: Tensor, channels: int, parameters: Sequence[Tensor | None]) -> None:
+    """Refuse parameters of a wrong size, layout or device."""
+    for role, p in enumerate(parameters):
+        sizes = (1, channels) if role < 3 else (channels,)
+        if p is not None and (
+            p.numel() not in sizes or p.device != x.device or not p.is_contiguous()
+        ):
+            raise ArgumentError(
+                f"a parameter must be contiguous, on {x.device} and of "
+                f"{' or '.join(map(str, sizes))} elements, got "
+                f"{tuple(p.shape)} with strides {p.stride()} on {p.device}"
+            )
+
+
+def choose(
+    key: Hashable, candidates: Sequence[Candidate], launch: Callable[[Candidate], object]
+) -> Candidate:
+    """Return the fastest candidate, timed when the key, this kind of call, was first seen.
+
+    If nothing can be timed, in the interpreter or while a CUDA graph is captured, it is the first
+    one. Triton's own autotuner breaks such a capture, and keeps the arguments of a call on itself,
+    so that threads disturb each other.
+    """
+    if key not in _chosen:
+        if interpreted() or torch.cuda.is_current_stream_capturing():
+            return candidates[0]
+        with _lock:
+            # Another thread may have timed it while this one waited.
+            if key not in _chosen:
+                times = [_milliseconds(partial(launch, candidate)) for candidate in candidates]
+                _chosen[key] = candidates[times.index(min(times))]
+    return cast(Candidate, _chosen[key])
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    """Time a call; infinite if this GPU has too little shared memory or too few registers."""
+    # Imported by name, because mypy has no types for them where Triton is not installed.
+    testing = importlib.import_module("triton.testing")
+    errors = importlib.import_module("triton.runtime.errors")
+    try:
+        return float(testing.do_bench(call, warmup=5, rep=20, return_mode="median"))
+    except errors.OutOfResources:
+        return math.inf
 
 
 def _processors(a: Tensor) -> int:

@@ -38,7 +38,7 @@ def test_product_with_residual_and_function(
     a, residual = sample(m, k, seed=0, dtype=dtype), sample(m, n, seed=1, dtype=dtype)
     b = sample(n, k, seed=2, dtype=dtype).t() if transposed else sample(k, n, seed=2, dtype=dtype)
     p, gemm_bias = parts(DYISRU, n, torch.float32), sample(n, seed=6, dtype=torch.float32)
-    y, h = gemm_add_forward(Form(DYISRU, False, 1.7, n, 1), a, b, residual, gemm_bias, given(p))
+    y, h = gemm_add_forward(Form(DYISRU, False, 1.7), a, b, residual, gemm_bias, given(p))
     rtol, _ = TOLERANCE[dtype]
     assert y.dtype == h.dtype == dtype
     product = a.double() @ b.double() + gemm_bias.double() + residual.double()
@@ -54,7 +54,7 @@ def test_product_with_each_function_and_no_parts(function: int) -> None:
     a, b, residual = sample(40, 24, seed=0), sample(24, 48, seed=1), sample(40, 48, seed=2)
     a, b, residual = a.float(), b.float(), residual.float()
     p = parts(function, 48, torch.float32, per_channel=False, bare=True)
-    y, h = gemm_add_forward(Form(function, False, 0.5, 48, 1), a, b, residual, None, given(p))
+    y, h = gemm_add_forward(Form(function, False, 0.5), a, b, residual, None, given(p))
     assert_close(h, a @ b + residual)
     assert_close(y, reference(function, h, p, 0.5))
 
@@ -62,7 +62,7 @@ def test_product_with_each_function_and_no_parts(function: int) -> None:
 def test_product_takes_any_strides() -> None:
     a, b = sample(24, 40, seed=0).float().t(), sample(48, 48, seed=1).float()[::2]
     residual = sample(40, 48, seed=2).float()
-    _, h = gemm_add_forward(Form(LINEAR, False, 1.0, 48, 1), a, b, residual, None, BARE)
+    _, h = gemm_add_forward(Form(LINEAR, False, 1.0), a, b, residual, None, BARE)
     assert_close(h, a @ b + residual)
 
 
@@ -79,12 +79,12 @@ def test_product_takes_any_strides() -> None:
 )
 def test_what_is_no_product_is_refused(a: Tensor, b: Tensor, residual: Tensor) -> None:
     with pytest.raises(ArgumentError, match="must"):
-        gemm_add_forward(Form(DYT, False, 1.0, 6, 1), a, b, residual, None, BARE)
+        gemm_add_forward(Form(DYT, False, 1.0), a, b, residual, None, BARE)
 
 
 def test_an_empty_product() -> None:
     a, b, residual = torch.ones(0, 5), torch.ones(5, 6), torch.ones(0, 6)
-    y, h = gemm_add_forward(Form(DYT, False, 1.0, 6, 1), a, b, residual, None, BARE)
+    y, h = gemm_add_forward(Form(DYT, False, 1.0), a, b, residual, None, BARE)
     assert y.shape == h.shape == (0, 6)
 
 
@@ -96,6 +96,4 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
         (None, torch.ones(2)),
     ):
         with pytest.raises(ArgumentError, match=r"parameter.*contiguous"):
-            gemm_add_forward(
-                Form(DYT, False, 1.0, 6, 1), a, b, residual, gemm_bias, Parameters(constant)
-            )
+            gemm_add_forward(Form(DYT, False, 1.0), a, b, residual, gemm_bias, Parameters(constant))

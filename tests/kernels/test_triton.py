@@ -7,17 +7,14 @@ other tests may have.
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from dynorm.kernels import _triton
 from dynorm.kernels._triton import available
 
 
@@ -59,32 +56,6 @@ def test_triton_kernels(name: str, interpret: str, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     assert " passed" in run.stdout
     assert "skipped" not in run.stdout
-
-
-def test_the_fastest_configuration_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[int] = []
-
-    def milliseconds(call: Callable[[], object]) -> float:
-        call()
-        return {1: 3.0, 2: 1.0, 3: math.inf}[tried[-1]]
-
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(_triton, "_chosen", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(_triton, "_milliseconds", milliseconds)
-    assert [_triton.choose("a", (1, 2, 3), tried.append) for _ in range(2)] == [2, 2]
-    assert tried == [1, 2, 3]
-    assert _triton.choose("b", (1, 3), tried.append) == 1
-
-
-@pytest.mark.parametrize("interpret", ["1", "0"])
-def test_nothing_is_timed_in_the_interpreter_or_while_a_graph_is_captured(
-    interpret: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", interpret)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(_triton, "_chosen", {})
-    assert _triton.choose("a", (1, 2), pytest.fail) == 1
 
 
 def test_without_triton_the_kernels_are_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
