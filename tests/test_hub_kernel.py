@@ -32,15 +32,16 @@ torch.manual_seed(0)
 x = 3 * torch.randn(4, 32)
 results = []
 for kind in (kernel.DyISRU, kernel.DyT, kernel.Derf, kernel.LinearControl):
-    layer = kind(32, witnesses=(1, 2))
+    layer = kind(32)
     inputs = x.clone().requires_grad_()
     y = layer(inputs)
     y.sin().sum().backward()
     fused = None
     if interpreted == "1":
-        from kernel_1.kernels import Form, _triton
-        form = Form(kind.kernel, kind.logarithmic, layer.scale, 32, 1, layer.witness_channels)
-        fused = _triton.forward(form, x, layer._kernel_parameters()).tolist()
+        from kernel_1.kernels import Form, Parameters, _triton
+        form = Form(kind.kernel, kind.logarithmic, layer.scale)
+        parameters = Parameters(layer.first_constant, None, None, layer.weight, layer.bias)
+        fused = _triton.forward(form, x, parameters).tolist()
     results.append([y.tolist(), inputs.grad.tolist(), fused])
 print(json.dumps(results))
 """
@@ -72,7 +73,7 @@ def test_the_layers_compute_the_same_without_dynorm(repository: Path, interprete
     kinds = (dynorm.DyISRU, dynorm.DyT, dynorm.Derf, dynorm.LinearControl)
     for (y, gradient, fused), kind in zip(results, kinds, strict=True):
         inputs = x.clone().requires_grad_()
-        expected = kind(32, witnesses=(1, 2))(inputs)
+        expected = kind(32)(inputs)
         expected.sin().sum().backward()
         torch.testing.assert_close(torch.tensor(y), expected.detach(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(torch.tensor(gradient), inputs.grad, rtol=1e-4, atol=1e-4)

@@ -26,6 +26,7 @@ FILES = (
     "errors.py",
     "functional.py",
     "theory.py",
+    "token_sums.py",
     "kernels/__init__.py",
     "kernels/_cpu.py",
     "kernels/_dispatch.py",
@@ -33,11 +34,14 @@ FILES = (
     "kernels/_triton.py",
     "kernels/_triton_functions.py",
     "kernels/_triton_kernels.py",
-    "layers/pointwise.py",
+    "layers/by_kernel.py",
+    "layers/constants.py",
     "layers/derf.py",
     "layers/dyisru.py",
     "layers/dyt.py",
     "layers/linear.py",
+    "layers/module.py",
+    "layers/pointwise.py",
 )
 BUILD = """[general]
 name = "dynorm-kernels"
