@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from dynorm.arguments import watched
 from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu
-from dynorm.kernels._form import Form, Parameters
+from dynorm.kernels._form import Form, FunctionCode, Parameters
 
 ENABLED = os.environ.get("DYNORM_KERNELS", "1") != "0"
 _log = logging.getLogger("dynorm")
@@ -82,6 +82,9 @@ def pointwise(
     if not ENABLED or traced(x) or serving(x.device.type) == "torch":
         return None
     if not fits(x, parameters, token_constant):
+        return None
+    # A line has no bound, and where tokens grow its constant, the definition clamps x.
+    if token_constant is not None and function == FunctionCode.LINEAR:
         return None
     form = _form(function, logarithmic, scale)
     x = x.contiguous()
