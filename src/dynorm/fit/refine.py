@@ -20,6 +20,7 @@ from dynorm.guard import (
     require_trainable,
     unchanged_on_error,
     undisturbed,
+    usable_bf16,
 )
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.layers.groups import constant_rates
@@ -104,7 +105,8 @@ def refine_(
         steps: how many gradient steps.
         lr: the first learning rate; it warms up over a tenth of the steps and then falls to 0 as a
             cosine.
-        bf16: run a float32 model under bfloat16 autocast; the report's errors are of that run.
+        bf16: run a float32 model under bfloat16 autocast; the report's errors are of that run. On a
+            processor without bfloat16 instructions float32 is used, with a warning.
 
     Returns:
         The number of steps and the mean relative error before and after, on the same batches.
@@ -118,7 +120,7 @@ def refine_(
             parameters are then as they were.
 
     Warns:
-        CalibrationWarning: layers have default constants.
+        CalibrationWarning: layers have default constants; or ``bf16`` is not used.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -141,6 +143,7 @@ def refine_(
                 "or call set_anneal_ first"
             )
     warn_of_defaults(model)
+    use_bf16 = bf16 and usable_bf16(model)
 
     def work() -> RefinementReport:
         used = list(islice(iterate(batches), steps))
@@ -150,7 +153,7 @@ def refine_(
             unchanged_on_error(layers),
             undisturbed(model, evaluate=True),
             _only_trainable(model, layers),
-            autocast(model, bf16),
+            autocast(model, use_bf16),
         ):
             return _refine(model, layers, used, steps, lr)
 
