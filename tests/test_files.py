@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dynorm
-from dynorm.files import require_writable, write_bytes, write_text
+from dynorm.files import require_writable, write_text
 
 
 def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
@@ -17,15 +17,6 @@ def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
     write_text(str(path), "zwölf")
     assert path.read_bytes() == "zwölf".encode()
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
-
-
-def test_permissions_follow_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        write_bytes(tmp_path / "a", b"")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
 
 
 @pytest.mark.parametrize("name", ["missing/a.txt", "a\0b", "folder", "a" * 300])

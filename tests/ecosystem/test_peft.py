@@ -13,7 +13,7 @@ from torch import nn
 
 import dynorm
 from dynorm.replace.converted import dynorm_layers
-from tests.ecosystem.models import bert, first, fresh, gpt2, ids
+from tests.ecosystem.models import first, fresh, gpt2, ids
 
 # peft 0.21 asks by the old name.
 pytestmark = pytest.mark.filterwarnings(
@@ -33,6 +33,10 @@ def adapted(model: nn.Module, **options: Any) -> Any:
         "fan_in_fan_out": True,
     } | options
     return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+
+
+def unconverted() -> Any:
+    return dynorm.restore_(gpt2())
 
 
 def train(model: nn.Module, steps: int = 4) -> None:
@@ -110,16 +114,8 @@ def _at_home(name: str, constants: str) -> str:
     return name
 
 
-def test_adapters_of_the_norms_of_a_converted_model_are_refused_by_peft() -> None:
-    # LoRA knows linear maps; the message names the layer, so that one knows to use modules_to_save.
-    with pytest.raises(ValueError, match="DyISRU"):
-        adapted(gpt2(), target_modules=["ln_1"])
-
-
 def test_a_model_with_adapters_is_converted_and_calibrated() -> None:
-    model = gpt2()
-    dynorm.restore_(model)
-    lora = adapted(model)
+    lora = adapted(unconverted())
     sites = dynorm.find_norms(lora, input_ids=ids())
     dynorm.convert_(lora, sites)
     dynorm.calibrate_(lora, [{"input_ids": ids()}])
@@ -131,28 +127,6 @@ def test_a_model_with_adapters_is_converted_and_calibrated() -> None:
     before = first(lora)
     train(lora)
     assert not torch.equal(first(lora), before)
-
-
-def test_an_encoder_with_a_new_head(tmp_path: Path) -> None:
-    model = bert("BertForSequenceClassification")
-    settings = peft.LoraConfig(
-        task_type="SEQ_CLS", r=2, target_modules=["query"], modules_to_save=["classifier"]
-    )
-    lora = peft.get_peft_model(model, settings)
-    loss = lora(input_ids=ids(), labels=torch.tensor([0, 1, 0, 1])).loss
-    loss.backward()
-    assert all(
-        p.grad is not None and p.grad.isfinite().all() for p in lora.parameters() if p.requires_grad
-    )
-    lora.save_pretrained(tmp_path)
-    assert {"adapter_model.safetensors", "adapter_config.json"} <= {
-        path.name for path in tmp_path.iterdir()
-    }
-
-
-def unconverted() -> Any:
-    model = gpt2()
-    return dynorm.restore_(model)
 
 
 WARNED = r"(\d).*peft adapter.*ln_1\..*base"
@@ -190,12 +164,11 @@ def test_norms_inside_of_an_adapter_are_converted_with_a_warning(tmp_path: Path,
 
 def test_only_norms_of_the_adapter_are_warned_of(recwarn: pytest.WarningsRecorder) -> None:
     lora = adapted(unconverted(), modules_to_save=["ln_1"]).eval()
-    dynorm.convert_(lora, dynorm.find_norms(lora, input_ids=ids()), skip="*.ln_1.*")
+    dynorm.convert_(lora, dynorm.find_norms(lora, input_ids=ids()), to={"*.ln_1.*": None})
     # A module without a norm, saved with the adapter, and single tokens.
     lora = adapted(unconverted(), modules_to_save=["mlp"], trainable_token_indices=[3]).eval()
     dynorm.convert_(lora, dynorm.find_norms(lora, input_ids=ids()))
     assert not [warning for warning in recwarn if "adapter" in str(warning.message)]
-
 
 
 def test_single_tokens_are_trained_on_a_converted_base(tmp_path: Path) -> None:

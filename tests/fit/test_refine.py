@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.batches import call
-from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.errors import ArgumentError, CalibrationWarning, DataError, ModelError
 from dynorm.fit.refine import site_errors
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.original import norm_outputs, recorded
@@ -125,7 +125,10 @@ def test_half_precision_models_are_refined_in_float32(dtype: torch.dtype) -> Non
     assert error(model, batches) < 0.99 * before
 
 
-def test_bfloat16_autocast_moves_the_parameters_nearly_alike() -> None:
+def test_bfloat16_autocast_moves_the_parameters_nearly_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     model, batches = model_and_batches()
     twin, before = copy.deepcopy(model), error(model, batches)
     plain = dynorm.refine_(model, batches, steps=30)
@@ -138,8 +141,15 @@ def test_bfloat16_autocast_moves_the_parameters_nearly_alike() -> None:
     assert twin[0].linear(batches[0]).dtype == torch.float32
 
 
-
-
+def test_bfloat16_is_not_used_where_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    model, batches = model_and_batches()
+    twin = copy.deepcopy(model)
+    plain = dynorm.refine_(model, batches, steps=2)
+    with pytest.warns(CalibrationWarning, match="bfloat16 instructions") as caught:
+        report = dynorm.refine_(twin, batches, steps=2, bf16=True)
+    assert caught[0].filename == __file__
+    assert report == plain
 
 
 def test_a_site_with_one_token_a_batch() -> None:

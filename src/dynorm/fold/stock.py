@@ -24,7 +24,8 @@ def as_stock(
 
     In the place of a linear layer that was folded away, the class's RMSNorm computes the identity:
     with eps = 2^80 and a weight of 2^40, ``weight * x / sqrt(mean(x^2) + eps)`` is x to the last
-    digit, which is checked. A LayerNorm cannot compute the identity.
+    digit, which is checked. A LayerNorm cannot compute the identity, so classes with LayerNorms
+    are refused.
 
     Args:
         model: a model of transformers, in which :func:`dynorm.fold_` left no other layer of
@@ -37,8 +38,8 @@ def as_stock(
         A new model, for ``save_pretrained``.
 
     Raises:
-        ModelError: a norm, a layer of dynorm or an added bias is left, the config has no eps, the model
-            is in float16, or the outputs differ.
+        ModelError: the class has LayerNorms, a norm, a layer of dynorm or an added bias is left,
+            the config has no eps, the model is in float16, or the outputs differ.
 
     Example:
         >>> as_stock(nn.Linear(2, 2))  # doctest: +ELLIPSIS
@@ -59,6 +60,7 @@ def as_stock(
             f"the model must have a config with the eps of its norms, but {type(model).__name__} "
             "has none: pass a model of transformers, or save this one with dynorm.save"
         )
+    _require_no_layernorm(model, config)
     identities = _identities(model)
     like = next(model.parameters())
     if like.dtype is torch.float16:
@@ -81,10 +83,26 @@ def as_stock(
     if not error <= before.tolerance:
         raise ModelError(
             f"the norms of {type(model).__name__} must compute the identity with a large eps, but "
-            f"the outputs differ by {error:.1e}: a LayerNorm takes the mean out, T5 ties weights "
-            "again; save such a model with dynorm.save"
+            f"the outputs differ by {error:.1e} (T5 ties weights again, for one): save the model "
+            "with dynorm.save"
         )
     return stock
+
+
+def _require_no_layernorm(model: nn.Module, config: object) -> None:
+    """Refuse a class of transformers with LayerNorms, before its layers are looked at."""
+    if not hasattr(model, "config_class"):
+        return
+    with torch.device("meta"):
+        empty = type(model)(config)
+    for path, module in empty.named_modules():
+        if isinstance(module, nn.LayerNorm):
+            raise ModelError(
+                f"the norms of {type(model).__name__} must be RMSNorms, which compute the identity "
+                f"with a large eps, but {path!r} is a LayerNorm, which takes out the mean at any "
+                "eps: save the model with dynorm.save(..., remote_code=True), whose folder loads "
+                "where dynorm is unknown"
+            )
 
 
 def _identities(model: nn.Module) -> list[str]:

@@ -215,7 +215,7 @@ def _warn_of_adapters(modules: Mapping[str, nn.Module], sites: Iterable[NormSite
             "converted drops: convert the base model first, save it with dynorm.save, and put the "
             "adapter on the loaded one; or save the result of merge_and_unload()",
             UserWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
