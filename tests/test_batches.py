@@ -1,13 +1,14 @@
 """Batches: what counts as one, how the model is called, and which tokens are padding."""
 
 from collections import UserDict
+from itertools import repeat
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dynorm.batches import call, iterate, token_masks, valid_tokens
+from dynorm.batches import call, cycled, iterate, token_masks, valid_tokens
 from dynorm.errors import DataError
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -87,6 +88,13 @@ def test_the_name_of_what_is_wrong_is_said() -> None:
         list(iterate([1], "texts"))
 
 
+def test_batches_without_an_end_are_refused_but_not_steps_over_them() -> None:
+    endless = repeat(torch.ones(1))
+    with pytest.raises(DataError, match=r"texts must have an end, got more than 10,000: .*islice"):
+        list(iterate(endless, "texts"))
+    assert len(list(cycled(endless, 10_001))) == 10_001
+
+
 def test_masks_are_known_by_name() -> None:
     batch = {
         "input_ids": torch.ones(2, 3),
@@ -129,10 +137,6 @@ def test_layouts(shape: tuple[int, ...], dim: int, expected: list[int] | None) -
         assert valid.int().tolist() == expected
 
 
-def test_no_mask_no_padding() -> None:
-    assert valid_tokens(torch.Size((2, 3, 8)), -1, []) is None
-
-
 def test_where_two_readings_fit_padding_is_left_out_by_either() -> None:
     """Three heads and three positions; an encoder's and a decoder's mask of one size; three texts of three tokens."""
     mask = MASK.bool()
@@ -140,6 +144,7 @@ def test_where_two_readings_fit_padding_is_left_out_by_either() -> None:
     assert valid is not None
     assert torch.equal(valid.reshape(2, 3, 3), mask[:, :, None] & mask[:, None, :])
     other = torch.tensor([[True, False, True], [True, True, True]])
+    assert valid_tokens(torch.Size((2, 3, 8)), -1, []) is None
     both = valid_tokens(torch.Size((2, 3, 8)), -1, [mask, other])
     assert both is not None
     assert torch.equal(both.reshape(2, 3), mask & other)

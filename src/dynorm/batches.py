@@ -23,6 +23,9 @@ Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Item = TypeVar("Item")
 
+# More batches count as an iterable without an end.
+_MOST_BATCHES = 10_000
+
 # Common names of two-dimensional masks, and whether their ones are tokens; otherwise they are
 # padding.
 _ONES_ARE_TOKENS = {
@@ -33,8 +36,10 @@ _ONES_ARE_TOKENS = {
 }
 
 
-def iterate(batches: Iterable[Item], what: str = "batches") -> Iterator[Item]:
-    """Yield the batches; DataError if there are none, or one is not a tensor, tuple or dict."""
+def iterate(
+    batches: Iterable[Item], what: str = "batches", most: int = _MOST_BATCHES
+) -> Iterator[Item]:
+    """Yield the batches; DataError if there are none, too many, or one is not a tensor, tuple or dict."""
     if isinstance(batches, (Tensor, Mapping, str, bytes)) or not isinstance(batches, Iterable):
         raise DataError(
             f"{what} must be an iterable of tensors, tuples or dicts, got a "
@@ -42,6 +47,11 @@ def iterate(batches: Iterable[Item], what: str = "batches") -> Iterator[Item]:
         )
     count = 0
     for batch in batches:
+        if count == most:
+            raise DataError(
+                f"{what} must have an end, got more than {most:,}: pass the first ones, "
+                f"itertools.islice({what}, 100)"
+            )
         require_batch(batch, f"each of {what}", f" at {count}")
         count += 1
         yield batch
@@ -69,7 +79,7 @@ def cycled(batches: Iterable[Item], steps: int) -> Iterator[Item]:
     """Yield ``steps`` batches, starting over as often as needed; DataError if an iterator ends."""
     count = 0
     while count < steps:
-        for batch in itertools.islice(iterate(batches), steps - count):
+        for batch in itertools.islice(iterate(batches, most=steps), steps - count):
             yield batch
             count += 1
         if count < steps and isinstance(batches, Iterator):

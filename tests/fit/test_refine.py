@@ -14,6 +14,7 @@ from dynorm.batches import call
 from dynorm.errors import ArgumentError, CalibrationWarning, DataError, ModelError
 from dynorm.fit.refine import site_errors
 from dynorm.layers import PointwiseNorm
+from dynorm.replace.converted import dynorm_layers
 from dynorm.replace.original import norm_outputs, recorded
 
 C = 16
@@ -61,9 +62,12 @@ def error(model: nn.Module, batches: list[Any]) -> float:
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_the_joint_error_falls(to: str, per_channel: bool) -> None:
     model, batches = model_and_batches(to, per_channel)
+    # Worse constants than those of the calibration, which leaves little to gain.
+    for layer in dynorm_layers(model).values():
+        layer.set_slope_(2 * layer.beta().detach())
     before = error(model, batches)
     report = dynorm.refine_(model, batches, steps=41)
-    assert error(model, batches) < 0.995 * before
+    assert error(model, batches) < 0.9 * before
     assert report.steps == 41
     # Both of all batches.
     assert report.first_error == pytest.approx(math.sqrt(before), rel=1e-5)
