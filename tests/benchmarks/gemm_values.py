@@ -10,24 +10,13 @@ from torch.testing import assert_close
 from benchmarks.gemm import gemm_add_forward
 from dynorm.errors import ArgumentError
 from dynorm.kernels._form import Form, Parameters
-from tests.kernels.triton_values import (
-    DTYPES,
-    DYISRU,
-    DYT,
-    FUNCTIONS,
-    LINEAR,
-    TOLERANCE,
-    given,
-    in_float64,
-    parts,
-    reference,
-    sample,
-)  # fmt: skip
+from tests.kernels.definition import FUNCTIONS, TOLERANCES, make
 
+DYISRU, DYT, _, LINEAR = FUNCTIONS
 BARE = Parameters(torch.ones(1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transposed", [False, True])
 # Aligned sizes go by descriptors (in 16 bits), the others by pointers; the last has nothing to
 # multiply.
@@ -35,33 +24,30 @@ BARE = Parameters(torch.ones(1))
 def test_product_with_residual_and_function(
     m: int, n: int, k: int, transposed: bool, dtype: torch.dtype
 ) -> None:
-    a, residual = sample(m, k, seed=0, dtype=dtype), sample(m, n, seed=1, dtype=dtype)
-    b = sample(n, k, seed=2, dtype=dtype).t() if transposed else sample(k, n, seed=2, dtype=dtype)
-    p, gemm_bias = parts(DYISRU, n, torch.float32), sample(n, seed=6, dtype=torch.float32)
-    y, h = gemm_add_forward(Form(DYISRU, False, 1.7), a, b, residual, gemm_bias, given(p))
-    rtol, _ = TOLERANCE[dtype]
+    a, gemm_bias = torch.randn(m, k).to(dtype), torch.randn(n)
+    b = torch.randn(n, k).to(dtype).t() if transposed else torch.randn(k, n).to(dtype)
+    call, form = make(m, n, dtype, "per channel", DYISRU), Form(DYISRU, False, 1.7)
+    y, h = gemm_add_forward(form, a, b, call.x, gemm_bias, call.parameters)
+    tolerance = 2 * TOLERANCES[dtype]
     assert y.dtype == h.dtype == dtype
-    product = a.double() @ b.double() + gemm_bias.double() + residual.double()
-    assert_close(h.double(), product, rtol=rtol, atol=rtol * max(k, 1) ** 0.5)
-    with torch.no_grad():
-        assert_close(
-            y.double(), reference(DYISRU, h.double(), in_float64(p), 1.7), rtol=rtol, atol=rtol
-        )
+    product = a.double() @ b.double() + gemm_bias.double() + call.x.double()
+    assert_close(h.double(), product, rtol=tolerance, atol=tolerance * max(k, 1) ** 0.5)
+    wide = Parameters(*(None if p is None else p.double() for p in call.parameters))
+    expected = form.definition(h.double(), wide)
+    assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_product_with_each_function_and_no_parts(function: int) -> None:
-    a, b, residual = sample(40, 24, seed=0), sample(24, 48, seed=1), sample(40, 48, seed=2)
-    a, b, residual = a.float(), b.float(), residual.float()
-    p = parts(function, 48, torch.float32, per_channel=False, bare=True)
-    y, h = gemm_add_forward(Form(function, False, 0.5), a, b, residual, None, given(p))
-    assert_close(h, a @ b + residual)
-    assert_close(y, reference(function, h, p, 0.5))
+    a, b = torch.randn(40, 24), torch.randn(24, 48)
+    call, form = make(40, 48, torch.float32, "bare", function), Form(function, False, 0.5)
+    y, h = gemm_add_forward(form, a, b, call.x, None, call.parameters)
+    assert_close(h, a @ b + call.x)
+    assert_close(y, form.definition(h, call.parameters), rtol=1e-5, atol=1e-5)
 
 
 def test_product_takes_any_strides() -> None:
-    a, b = sample(24, 40, seed=0).float().t(), sample(48, 48, seed=1).float()[::2]
-    residual = sample(40, 48, seed=2).float()
+    a, b, residual = torch.randn(24, 40).t(), torch.randn(48, 48)[::2], torch.randn(40, 48)
     _, h = gemm_add_forward(Form(LINEAR, False, 1.0), a, b, residual, None, BARE)
     assert_close(h, a @ b + residual)
 
