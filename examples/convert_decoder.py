@@ -1,7 +1,7 @@
 """Convert a decoder: replace its RMSNorms, calibrate, distil from the original, and measure the loss.
 
 The decoder is a small Llama that first learns to count up in steps. A pretrained one is converted
-in the same way. The command for that: dynorm convert FOLDER OUT --minutes 30
+in the same way. The command for that: dynorm convert FOLDER OUT
 """
 
 import copy

@@ -5,6 +5,7 @@ The command that does the same with more texts: dynorm convert FOLDER OUT
 """
 
 import argparse
+import copy
 import inspect
 import json
 import logging
@@ -39,6 +40,7 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModel.from_pretrained(FOLDER)
+    original = copy.deepcopy(model)
 
     texts = docstrings()[::2]
     batches = []
@@ -63,10 +65,10 @@ def main() -> None:
     )
     dynorm.convert_(model, sites, to="dyisru")
     dynorm.calibrate_(model, training)
-    calibrated = dynorm.measure(model, held_out)
+    calibrated = dynorm.measure(model, held_out, original=original)
     # The default of 50 steps lessens the error further.
     dynorm.refine_(model, training, steps=8)
-    refined = dynorm.measure(model, held_out)
+    refined = dynorm.measure(model, held_out, original=original)
     print(refined)
 
     with tempfile.TemporaryDirectory() as parent:

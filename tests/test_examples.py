@@ -18,9 +18,8 @@ import dynorm
 
 FOLDER = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
-# Packages of these examples are in extras of their own: without them the tests are skipped, and say
-# so.
-NEEDS = {"encrypted_inference.py": "tenseal", "logit_attribution.py": "transformer_lens"}
+# Packages that only one example needs: without them its test is skipped, and says so.
+NEEDS = {"logit_attribution.py": "transformer_lens"}
 
 
 @pytest.fixture
