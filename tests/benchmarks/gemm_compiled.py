@@ -11,13 +11,11 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.gemm import TILES, Tile, gemm_add_kernel
 from tests.kernels.triton_compiled import (
     AMPERE,
-    DYISRU,
     EVEN,
     HOPPER,
     compiled,
-    constants_of,
-    offsets_of,
     pointers,
+    uses_64_bits,
 )
 
 
@@ -38,7 +36,9 @@ def product(target: GPUTarget, dtype: str, tile: Tile, descriptors: bool, by_col
         b=(right, 1 if descriptors else 16),
         **pointers(dtype, residual=True, y=True, h=True),
         **pointers("fp32", gemm_bias=True, bias=True),
-        **constants_of(DYISRU, per_channel=True),
+        **pointers("fp32", constant=True, shift=False, center=True, weight=True),
+        FUNCTION=0,
+        PER_CHANNEL=True,
         **dict.fromkeys(("M", "N", "K"), EVEN),
         a_by_m=EVEN,
         a_by_k=1,
@@ -72,4 +72,4 @@ def test_product_compiles_with_pointers(
     target: GPUTarget, dtype: str, width: int, by_columns: bool
 ) -> None:
     kernel = product(target, dtype, TILES[width][-1], False, by_columns)
-    assert offsets_of(kernel, dtype.replace("fp", "f")) == {"i64"}
+    assert uses_64_bits(kernel, dtype.replace("fp", "f"))

@@ -13,13 +13,15 @@ from triton.compiler import ASTSource
 from dynorm.kernels import _triton_kernels
 from tests.kernels.definition import FUNCTIONS
 
-HOPPER = GPUTarget("cuda", 90, 32)
+AMPERE, HOPPER = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)
 DERF = 2
 # A size that 16 divides, and one of which nothing is known: they are compiled apart.
 EVEN, ANY = ("i32", 16), ("i32", 1)
 
 
-def compiled(kernel: Any, target: GPUTarget, **arguments: Any) -> Any:
+def compiled(
+    kernel: Any, target: GPUTarget, warps: int = 4, stages: int = 3, **arguments: Any
+) -> Any:
     """Compile a kernel for arguments given as (type, what divides it), or as the constant itself."""
     types, constants, divisors = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -31,7 +33,7 @@ def compiled(kernel: Any, target: GPUTarget, **arguments: Any) -> Any:
         else:
             types[name], constants[(index,)] = "constexpr", value
     source = ASTSource(kernel, types, constants, divisors)
-    return triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 3})
+    return triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
 
 
 def pointers(dtype: str, **present: bool) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def test_both_passes_compile_with_64_bit_offsets_and_no_atomics(
 def test_the_sum_compiles(dtype: str) -> None:
     compiled(
         _triton_kernels.sum_kernel,
-        GPUTarget("cuda", 80, 32),
+        AMPERE,
         **pointers(dtype, partial=True, sums=True),
         chunks=ANY,
         channels=ANY,
