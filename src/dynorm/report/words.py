@@ -169,7 +169,7 @@ def stage_table(report: ModelReport) -> Table | None:
     rows = []
     for title, output in outputs.items():
         rows.append([title, *(digits(output.get(name)) for name in names)])
-    return Table(["", *names.values()], rows)
+    return Table(["stage", *names.values()], rows)
 
 
 def _falls(report: ModelReport) -> list[str]:
