@@ -197,7 +197,7 @@ class TestRefusals:
             ([], "one batch"),
             (torch.zeros(4, 8), "pass a list"),
             (["text"], "must.*tensor"),
-            ([torch.zeros(4, 9)], "run.*batch"),
+            ([torch.zeros(4, 9)], "run.*fit its forward"),
             ([torch.zeros(50, 8), torch.full((4, 8), math.nan)], "'1'"),
             ([torch.zeros(50, 8, device="meta")], "must hold values"),
         ],

@@ -11,8 +11,9 @@ from dynorm.table import Table
 
 if TYPE_CHECKING:
     from dynorm.report.output import OutputReport
-    from dynorm.report.records import InspectionReport, ModelReport, SiteReport
 
+# The records import this file, which cannot import them.
+SiteReport = ModelReport = InspectionReport = Any
 Figures = Mapping[str, Any]
 
 # The bounds of a little and of some lost quality: more is much.
