@@ -56,7 +56,7 @@ def test_the_largest_tokens_have_their_places_and_channels(kind: Any, left: bool
     model, data = Massive(kind), batches(left)
     report = dynorm.inspect_norms(model, data, decode={BOS: "<s>", THE: "the"}.get)
     sizes = report.sites[0].sizes
-    first, second, *rest = sizes.tokens
+    first, second, *_ = sizes.tokens
     assert (first.token, first.position, first.channel) == ("<s>", 0, CHANNEL)
     assert (second.token, second.position, second.channel) == ("the", 3, CHANNEL)
     assert len({token.size for token in sizes.tokens}) == len(sizes.tokens) == 5
