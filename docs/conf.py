@@ -21,14 +21,12 @@ for library in ("torch", "torchao"):
 
 project = "dynorm"
 release = dynorm.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 # Only what says so is Python.
 highlight_language = "none"
 html_theme = "furo"
 html_title = f"dynorm {release}"
 html_show_copyright = False
-# The notebook is committed with its outputs; a test runs its cells.
-nb_execution_mode = "off"
 myst_enable_extensions = ["dollarmath", "deflist"]
 myst_heading_anchors = 3
 autodoc_typehints = "description"

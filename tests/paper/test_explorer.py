@@ -89,11 +89,11 @@ class TestPage:
         vendor = PACKAGE.joinpath("vendor")
         sums = re.findall(
             r"^([0-9a-f]{64})  (\S+)$",
-            vendor.joinpath("README.md").read_text("utf-8"),
+            vendor.joinpath("README.txt").read_text("utf-8"),
             re.MULTILINE,
         )
         assert {name for _, name in sums} == {path.name for path in vendor.iterdir()} - {
-            "README.md"
+            "README.txt"
         }
         for digest, name in sums:
             assert hashlib.sha256(vendor.joinpath(name).read_bytes()).hexdigest() == digest

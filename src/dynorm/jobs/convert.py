@@ -85,7 +85,7 @@ def convert_pretrained(
         original=original if keep_original else None,
         recipe=recipe,
         remote_code=remote_code,
-        template="conversion.md",
+        template="conversion.jinja",
         name=report.name,
         remarks=job.pretrained.remarks,
     )

@@ -57,7 +57,7 @@ def fold_pretrained(
         out,
         overwrite,
         report,
-        template="fold.md",
+        template="fold.jinja",
         name=model_name(folder),
         remarks=remarks,
     )
