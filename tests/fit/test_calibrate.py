@@ -2,12 +2,8 @@
 
 import copy
 import math
-import os
-import subprocess
-import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm.errors import CalibrationWarning, DataError, ModelError
+from dynorm.errors import CalibrationWarning, DataError
 from dynorm.fit import site_fit as fit
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import Replaced
@@ -91,24 +87,6 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     )
 
 
-def test_the_truth_is_found_where_an_rms_norm_is_a_dyisru() -> None:
-    """One channel never moves and one other is not 0: the others' sum of squares is the same for all tokens."""
-    truth = 25.0
-    x = torch.zeros(600, C)
-    x[:, 0] = math.sqrt(truth)
-    x[torch.arange(600), torch.randint(1, C, (600,))] = 4 * torch.randn(600)
-    norm = nn.RMSNorm(C, eps=1e-12)
-    with torch.no_grad():
-        norm.weight.uniform_(0.5, 2.0)
-    model = converted(site(norm), x)
-    dynorm.calibrate_(model, [x])
-    step = math.log(10) / 4
-    assert abs(math.log(model[0].beta().item() / truth)) < step
-    given, wanted = model(x)[:, 1:], norm(x)[:, 1:]
-    assert (given - wanted).norm() < 0.08 * wanted.norm()
-    assert torch.allclose(model[0].weight[1:], norm.weight[1:], rtol=0.3)
-
-
 @pytest.mark.parametrize("to", LAYERS)
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_a_layer_that_is_the_norm_is_recovered(to: str, per_channel: bool) -> None:
@@ -176,9 +154,7 @@ def dense(
 @pytest.mark.parametrize(
     "norm", [nn.LayerNorm(C), nn.LayerNorm(C, bias=False), nn.RMSNorm(C, eps=1e-6)]
 )
-def test_one_batch_equals_dense_least_squares(
-    to: str, center: bool, norm: nn.Module
-) -> None:
+def test_one_batch_equals_dense_least_squares(to: str, center: bool, norm: nn.Module) -> None:
     norm = copy.deepcopy(norm).double()
     with torch.no_grad():
         for p in norm.parameters():
@@ -212,51 +188,6 @@ def test_affine_free_layers_take_the_best_candidate(to: str) -> None:
     assert model[0].beta().item() == pytest.approx(
         float(candidates[torch.stack(errors).argmin()]), rel=1e-5
     )
-
-
-@pytest.mark.parametrize("to", LAYERS)
-@pytest.mark.parametrize("options", [{}, {"per_channel": True}, {"center": False}])
-def test_every_site_improves_on_the_default_constants(to: str, options: dict[str, bool]) -> None:
-    model = transformer().eval()
-    batches = [2 * torch.randn(4, 10, C) + 0.5 for _ in range(4)]
-    converted(model, batches[0], to=to, **options)
-    exact = original_inputs(model, batches)
-    before = site_errors(model, exact)
-    report = dynorm.calibrate_(model, batches)
-    after = site_errors(model, exact)
-    assert [s.path for s in report.sites] == list(exact)
-    assert list(exact) == ["0.norm1", "0.norm2", "1.norm1", "1.norm2", "2.norm1", "2.norm2", "3"]
-    for path in exact:
-        assert after[path] < before[path], path
-        assert after[path] < 0.6, path
-
-
-def original_inputs(model: nn.Module, batches: list[Tensor]) -> dict[str, Tensor]:
-    """What each norm sees in the original model, by path, in call order."""
-    twin, seen = dynorm.restore_(copy.deepcopy(model)), {}
-    norms = {
-        path: m for path, m in twin.named_modules() if isinstance(m, (nn.LayerNorm, nn.RMSNorm))
-    }
-    for path, norm in norms.items():
-        norm.register_forward_hook(
-            lambda _, args, output, path=path: seen.setdefault(path, []).append(args[0])
-        )
-    with torch.no_grad():
-        for batch in batches:
-            twin(batch)
-    return {path: torch.cat(parts) for path, parts in seen.items()}
-
-
-def site_errors(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, float]:
-    twin = dynorm.restore_(copy.deepcopy(model))
-    errors = {}
-    with torch.no_grad():
-        for path, x in inputs.items():
-            y = twin.get_submodule(path)(x)
-            errors[path] = float(
-                (model.get_submodule(path)(x) - y).norm() / (y - y.mean((0, 1))).norm()
-            )
-    return errors
 
 
 def deep(blocks: int = 4) -> nn.Module:
@@ -321,86 +252,33 @@ def test_batches_without_tokens_of_a_site_change_nothing(monkeypatch: pytest.Mon
         assert torch.equal(value, expected[name]), name
 
 
-
-
-
-
-
-
 class Masked(nn.Module):
-    """Token embeddings, normalized in some layout of the axes; attention_mask is not used otherwise."""
+    """Normalizes token embeddings in batch order or in time order; the mask is not used."""
 
-    def __init__(self, layout: str) -> None:
+    def __init__(self, in_time_order: bool) -> None:
         super().__init__()
-        self.embed = nn.Embedding(50, C)
-        self.norm = nn.LayerNorm(C // 4 if "H" in layout else C)
-        self.layout = layout
+        self.embed, self.norm = nn.Embedding(50, C), nn.LayerNorm(C)
+        self.in_time_order = in_time_order
 
     def forward(self, input_ids: Tensor, **masks: Tensor) -> Tensor:
         x = self.embed(input_ids)
-        if "H" in self.layout:
-            x = x.unflatten(-1, (4, -1))
-        if self.layout == "BHTD":
-            return self.norm(x.transpose(1, 2))
-        if self.layout == "TBC":
-            return self.norm(x.transpose(0, 1))
-        return self.norm(x.flatten(0, 1) if self.layout.startswith("(BT)") else x)
+        return self.norm(x.transpose(0, 1) if self.in_time_order else x)
 
 
-@pytest.mark.parametrize(
-    ("layout", "name", "length"),
-    [
-        ("BTC", "attention_mask", 6),
-        ("TBC", "src_key_padding_mask", 6),
-        ("BTC", "attention_mask", 3),  # the number of sequences
-        ("BTHD", "attention_mask", 4),  # the number of heads
-        ("BHTD", "src_key_padding_mask", 6),
-        ("(BT)C", "attention_mask", 6),
-        ("(BT)HD", "attention_mask", 6),
-    ],
-)
-def test_what_stands_at_padding_has_no_influence(layout: str, name: str, length: int) -> None:
-    model = Masked(layout)
-    ids = torch.randint(0, 50, (3, length))
-    is_token = torch.arange(length) < torch.tensor([[length], [length - 1], [length - 2]])
+@pytest.mark.parametrize("name", ["attention_mask", "src_key_padding_mask"])
+@pytest.mark.parametrize("in_time_order", [False, True])
+def test_what_stands_at_padding_has_no_influence(name: str, in_time_order: bool) -> None:
+    model = Masked(in_time_order)
+    ids = torch.randint(0, 50, (3, 6))
+    is_token = torch.arange(6) < torch.tensor([[6], [5], [4]])
     mask = is_token.long() if name == "attention_mask" else ~is_token
     converted(model, ids)
     other = copy.deepcopy(model)
-    changed = torch.where(is_token, ids, torch.randint(0, 50, ids.shape))
+    changed = torch.where(is_token, ids, 49 - ids)
     report = dynorm.calibrate_(model, [{"input_ids": ids, name: mask}] * 2)
     dynorm.calibrate_(other, [{"input_ids": changed, name: mask}] * 2)
-    assert not torch.equal(ids, changed)
     assert same(parameters(model), parameters(other))
-    tokens = 2 * int(is_token.sum()) * (4 if "H" in layout else 1)
-    by_chance = (layout == "BTHD" and length == 4) or (layout == "BHTD" and length == 4)
-    by_chance = by_chance or (length == 3 and layout in ("BTC", "TBC"))
-    assert report.sites[0].tokens == tokens or (by_chance and report.sites[0].tokens < tokens)
-
-
-
-
-def test_iterables_and_forms_of_batches() -> None:
-    model = converted(transformer(1), torch.randn(2, 3, C))
-    batches = [torch.randn(2, 3, C) for _ in range(3)]
-    results = []
-    for feed in (
-        batches,
-        tuple(batches),
-        iter(batches),
-        (x for x in batches),
-        [(x,) for x in batches],
-        [[x] for x in batches],
-        [{"input": x} for x in batches],
-        torch.utils.data.DataLoader(torch.stack(batches), batch_size=None),
-    ):
-        twin = copy.deepcopy(model)
-        assert dynorm.calibrate_(twin, feed).batches == 3
-        results.append(parameters(twin))
-    assert all(same(results[0], result) for result in results)
-
-
-
-
+    assert report.sites[0].tokens == 30
 
 
 def test_nothing_of_the_run_stays_behind() -> None:
@@ -492,8 +370,6 @@ def test_huge_means(dtype: torch.dtype) -> None:
     assert dynorm.calibrate_(model, [x]).sites[0].error < 0.4
     y = dynorm.restore_(copy.deepcopy(model))(x).float()
     assert (model(x).float() - y).norm() < 0.45 * y.norm()
-
-
 
 
 def test_dead_channels_keep_their_weight() -> None:
@@ -601,23 +477,12 @@ def test_the_report() -> None:
     report = dynorm.calibrate_(model, [x[None]])
     assert str(report).splitlines()[0] == "3 sites calibrated on 1 batch"
     assert str(report).splitlines()[2].split() == ["site", "tokens", "beta", "error"]
-    assert [line.split()[0] for line in str(report).splitlines()[3:6]] == [
-        site.path for site in report.sites
-    ]
-    assert report.few == [site.path for site in report.sites]
-    assert len(report.sites) == 3
+    paths = ["0.norm1", "0.norm2", "1"]
+    assert [line.split()[0] for line in str(report).splitlines()[3:6]] == paths
+    assert report.few == paths
+    assert f"few tokens, so that errors on others will be larger: {', '.join(paths)}" in str(report)
     assert report.to_dict()["sites"][0]["path"] == "0.norm1"
     assert report.sites[0].beta == pytest.approx(model[0].norm1.beta().item())
-    lost = converted(site(nn.LayerNorm(C)), x)
-    with pytest.warns(CalibrationWarning):
-        lines = str(dynorm.calibrate_(lost, [torch.zeros(2, C)])).splitlines()
-    assert lines == [
-        "0 sites calibrated on 1 batch",
-        "",
-        "0: not reached, or by constant inputs only",
-    ]
-
-
 
 
 def fails(
@@ -640,15 +505,9 @@ def fails(
         ([], "batch.*got none"),
         (iter([]), "batch.*got none"),
         (torch.randn(2, 3, C), "got a Tensor"),
-        ({"input": torch.randn(2, 3, C)}, "got a dict"),
-        ("some text", "got a str"),
-        (7, "got a int"),
         (None, "got a NoneType"),
-        ([7], "got int at 0"),
         ([torch.randn(2, 3, C), "text"], "got str at 1"),
-        ([{}], "got dict at 0"),
         ([{"input": [1, 2]}], "got dict at 0"),
-        ([()], "got tuple at 0"),
         ([torch.randn(2, 3, C + 1)], "run.*batch.*ArgumentError"),
         (
             [torch.randn(2, 3, C), {"wrong": torch.randn(2)}],
@@ -673,80 +532,12 @@ def test_activations_that_are_not_finite(value: float) -> None:
     )
 
 
-
-
 def test_batches_that_break_off() -> None:
     def feed() -> Iterator[Tensor]:
         yield torch.randn(2, 3, C)
         raise KeyboardInterrupt("stopped")
 
     fails(converted(transformer(1), torch.randn(2, 3, C)), feed(), "stopped", KeyboardInterrupt)
-
-
-def loaded() -> nn.Module:
-    return nn.Sequential(dynorm.DyISRU(C))
-
-
-@pytest.mark.parametrize(
-    ("build", "match"),
-    [
-        (lambda: transformer(1), r"has none: call dynorm\.convert_"),
-        (loaded, "layer '0'.*replaced.*original"),
-        (lambda: torch.compile(loaded(), backend="eager"), r"compiled: pass model\._orig_mod"),
-        (lambda: loaded().to("meta"), "meta device"),
-    ],
-)
-def test_models_that_cannot_be_calibrated(build: Callable[[], nn.Module], match: str) -> None:
-    with pytest.raises(ModelError, match=match):
-        dynorm.calibrate_(build(), [torch.randn(2, C)])
-
-
-
-
-
-
-
-
-
-
-class Routed(nn.Module):
-    """Two experts; a token goes to the second one if its first value is large."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(C, eps=1e-6) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        second = x[:, 0] > 100
-        return torch.cat([self.norms[0](x[~second]), self.norms[1](x[second])])
-
-
-def routed(to_second: int, tokens: int = 100) -> tuple[nn.Module, list[Tensor]]:
-    """Return a converted model and two batches, in which so many tokens reach the second expert."""
-    model = Routed().eval()
-    torch.manual_seed(1)
-    batches = [torch.randn(tokens, C) for _ in range(2)]
-    example = torch.randn(4, C)
-    example[0, 0] = 101
-    dynorm.convert_(model, dynorm.find_norms(model, example), per_channel=False, witnesses=0)
-    for number in range(to_second):
-        batches[number % 2][number, 0] = 101 + number
-    return model, batches
-
-
-def test_sites_with_few_tokens_are_named() -> None:
-    model, batches = routed(to_second=10)
-    report = dynorm.calibrate_(model, batches)
-    assert [site.tokens for site in report.sites] == [190, 10]
-    assert report.few == ["norms.1"]
-    assert "few tokens, so that errors on others will be larger: norms.1" in str(report)
-    # Only the first batch reaches it.
-    model, batches = routed(to_second=1)
-    assert dynorm.calibrate_(model, batches).few == ["norms.1"]
-
-
-
-
 
 
 @pytest.mark.parametrize("per_channel", [False, True])
@@ -767,5 +558,3 @@ def test_the_error_is_that_of_the_layer_as_it_is_now(
         measured = (model(x) - y).norm() / (y - about).norm()
     assert error > 0.1
     assert error == pytest.approx(float(measured), rel=1e-6)
-
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 import dynorm
 from dynorm.errors import CalibrationWarning, ModelError
-from dynorm.replace.converted import dynorm_layers
 
 
 class Net(nn.Module):
@@ -115,19 +113,9 @@ def test_the_second_norm_comes_back(tmp_path: Path) -> None:
         dynorm.calibrate_(model, batches())
 
 
-
-
-
-
-
-
-
-
 def test_an_annealed_layer_that_was_loaded_as_the_norm_does_not_stop_refinement(
     tmp_path: Path,
 ) -> None:
     model = half_loaded(tmp_path / "model", first="annealed")
     dynorm.calibrate_(model, batches())
     assert dynorm.refine_(model, batches(), steps=2).left == ["first"]
-
-

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import dynorm
 from dynorm.batches import call
 from dynorm.errors import ArgumentError, CalibrationWarning, DataError, ModelError
-from dynorm.fit.refine import site_errors
+from dynorm.fit.refine import site_errors, unexplained_share
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import dynorm_layers
 from dynorm.replace.original import norm_outputs, recorded
@@ -82,8 +82,6 @@ def test_the_joint_error_falls(to: str, per_channel: bool) -> None:
     assert str(report).startswith("41 steps of joint refinement: mean site error 0.")
 
 
-
-
 def test_only_point_wise_layers_move() -> None:
     model, batches = model_and_batches()
     model[1].linear.weight.requires_grad_(False)
@@ -118,17 +116,6 @@ def test_it_is_deterministic_and_needs_no_grad_mode() -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_models_are_refined_in_float32(dtype: torch.dtype) -> None:
-    model, batches = model_and_batches()
-    model.to(dtype)
-    batches = [batch.to(dtype) for batch in batches]
-    before = error(model, batches)
-    dynorm.refine_(model, batches, steps=30)
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    assert error(model, batches) < 0.99 * before
-
-
 def test_bfloat16_autocast_moves_the_parameters_nearly_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -156,50 +143,16 @@ def test_bfloat16_is_not_used_where_it_is_slow(monkeypatch: pytest.MonkeyPatch) 
     assert report == plain
 
 
-def test_a_site_with_one_token_a_batch() -> None:
-    """Its target has no spread, which must not make the loss infinite."""
-
-    class Pooled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.last = nn.LayerNorm(C), nn.LayerNorm(C)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.norm(x)[:, 0])
-
-    model = Pooled()
-    first = [torch.randn(1, 5, C) for _ in range(6)]
-    dynorm.convert_(model, dynorm.find_norms(model, first[0]))
-    dynorm.calibrate_(model, first)
-    # Other tokens than those of the calibration, which leaves nothing to gain on 6 tokens.
-    batches = [3 * torch.randn(1, 5, C) for _ in range(6)]
-    before = error(model, batches)
-    report = dynorm.refine_(model, batches, steps=30)
-    assert report.kept > 0
-    assert error(model, batches) < before < 100
-
-
-def test_padding_has_no_influence() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(C)
-
-        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-            return self.norm(x)
-
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    x = torch.randn(2, 4, C)
-    y = torch.where(mask[..., None] == 0, torch.randn_like(x), x)
-    model = Masked()
-    dynorm.convert_(model, dynorm.find_norms(model, x, mask))
-    dynorm.calibrate_(model, [{"x": x, "attention_mask": mask}])
-    twin = copy.deepcopy(model)
-    dynorm.refine_(model, [{"x": x, "attention_mask": mask}], steps=5)
-    dynorm.refine_(twin, [{"x": y, "attention_mask": mask}], steps=5)
-    assert all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
-    )
+def test_the_error_leaves_padding_out_and_is_finite_for_a_single_token() -> None:
+    layer, mask = dynorm.DyISRU(C), torch.tensor([[True, True, True, False]])
+    y, f = torch.randn(2, 1, 4, C)
+    other = torch.where(mask[..., None], f, 0.0)
+    errors = [site_errors({layer: [y]}, {layer: [each]}, [mask]) for each in (f, other)]
+    assert torch.equal(*errors)
+    # Its target has no spread.
+    y, f = y[0, :1], f[0, :1]
+    share = (f - y).square().sum() / (0.01 * y.square().sum())
+    assert torch.isclose(unexplained_share(f, y), share)
 
 
 def fails(
@@ -225,8 +178,6 @@ def fails(
 def test_wrong_batches() -> None:
     model, batches = model_and_batches()
     fails(model, [], "least.*batch")
-    fails(model, "text", "got a str")
-    fails(model, [*batches, 3], "got int at 4")
     fails(model, [torch.randn(2, C + 1)], "run.*batch")
     fails(
         model,
@@ -244,34 +195,12 @@ def test_wrong_batches() -> None:
     ("options", "match"),
     [
         ({"steps": 0}, "steps.*got 0"),
-        ({"steps": -3}, "got -3"),
-        ({"steps": 2.5}, r"got 2\.5"),
-        ({"lr": 0.0}, r"got 0\.0"),
-        ({"lr": -1.0}, r"got -1\.0"),
-        ({"lr": math.nan}, "got nan"),
-        ({"lr": math.inf}, "got inf"),
-        ({"lr": "a"}, "lr.*got 'a'"),
-        ({"lr": None}, "got None"),
+        ({"lr": math.nan}, "lr.*got nan"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], match: str) -> None:
     model, batches = model_and_batches()
     fails(model, batches, match, ArgumentError, **options)
-
-
-def test_a_batch_that_reaches_no_site() -> None:
-    class Sometimes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(C)
-
-        def forward(self, x: Tensor, reach: bool = True) -> Tensor:
-            return self.norm(x) if reach else x
-
-    model = Sometimes()
-    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, C)))
-    dynorm.calibrate_(model, [torch.randn(64, C)])
-    fails(model, [(torch.randn(4, C), False)], "reach.*point-wise")
 
 
 @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
@@ -312,12 +241,6 @@ def test_models_that_cannot_be_refined() -> None:
     assert dynorm.refine_(model, x, steps=1).steps == 1
 
 
-
-
-
-
-
-
 def test_a_rate_that_is_far_too_high_leaves_the_constants_as_they_were() -> None:
     model, batches = model_and_batches()
     before = copy.deepcopy(model.state_dict())
@@ -336,12 +259,6 @@ def test_a_part_of_the_steps_is_kept_where_all_of_them_go_too_far(dtype: torch.d
     assert 0 < report.kept < 1
     assert f"{report.kept:.1%} of the way" in " ".join(str(report).split())
     assert error(model, batches) < first
-
-
-
-
-
-
 
 
 class Experts(nn.Module):
@@ -378,8 +295,6 @@ def test_a_call_without_rows_does_not_count() -> None:
     wanted, given = ({layer: [x[:0]] for layer in (model.first,)} for x in (routed, routed))
     with pytest.raises(DataError, match="with tokens"):
         site_errors(wanted, given, masks)
-
-
 
 
 def test_a_forward_without_gradients_is_refused() -> None:

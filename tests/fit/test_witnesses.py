@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from scipy.optimize import nnls
 from torch import Tensor, nn
 
 import dynorm
-from dynorm.errors import ArgumentError, DataError
-from dynorm.fit.witnesses import Gram, TokenScales
+from dynorm.errors import DataError
+from dynorm.fit.witnesses import TokenScales
 
 CHANNELS, WITNESSES = 24, (5, 17)
 
@@ -103,17 +101,9 @@ def test_parts_of_the_tokens_give_the_sums_of_all() -> None:
     assert parts.choose() == whole.choose()
 
 
-
-
-
-
-
-
 @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
 @pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
-def test_calibrating_with_witnesses_is_closer_to_the_norm(
-    to: str, kind: type[nn.Module]
-) -> None:
+def test_calibrating_with_witnesses_is_closer_to_the_norm(to: str, kind: type[nn.Module]) -> None:
     batches = [tokens(500, seed) for seed in range(3)]
     x = tokens(500, 9)
     errors = []
@@ -149,8 +139,6 @@ def test_a_blank_token_takes_no_witness_away(kind: str, odd: float) -> None:
     assert max(found.gains[:2]) < 1.2
 
 
-
-
 def test_noise_in_single_tokens_is_no_witness() -> None:
     scales = TokenScales("rmsnorm", 0.0, 8)
     for token in torch.randn(64, CHANNELS, generator=torch.Generator().manual_seed(0)):
@@ -164,8 +152,6 @@ def test_a_second_calibration_chooses_anew() -> None:
     other = tokens().roll(1, 1)
     dynorm.calibrate_(made, [other])
     assert set(made[0].witness_channels) < {k + 1 for k in WITNESSES}
-
-
 
 
 def test_given_channels_stay_and_get_their_gains() -> None:
@@ -201,15 +187,3 @@ def test_refinement_moves_the_gains() -> None:
     report = dynorm.refine_(made, batches, steps=6)
     assert not torch.equal(made[2].log_gain, before)
     assert report.last_error < report.first_error
-
-
-
-
-
-
-
-
-
-
-
-

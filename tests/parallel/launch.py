@@ -27,9 +27,7 @@ IMPORTED = ["torch._dynamo", "tests.parallel.launch", "tests.parallel.cases"]
 Found = list[dict[str, Any]]
 
 
-def launch(
-    module: str, processes: int, folder: Path, *cases: str, timeout: float = 300
-) -> Found:
+def launch(module: str, processes: int, folder: Path, *cases: str, timeout: float = 300) -> Found:
     """Run functions ``case(folder)`` of a module on several gloo processes; return the result of each rank, by case.
 
     A case that raises on a rank has {"error": class, "message": text, "trace": traceback} there.

@@ -317,9 +317,7 @@ class _Group:
         tokens = 0
         for batch in batches:
             position = number + len(self.runs)
-            run = _Run(
-                self._model, self._fits, batch, position, side_by_side=self._side_by_side
-            )
+            run = _Run(self._model, self._fits, batch, position, side_by_side=self._side_by_side)
             self.runs.append(run)
             if run.call is not None:
                 tokens += run.call.x.numel() // run.call.layer.channels

@@ -119,10 +119,10 @@ class SiteFit:
 
     @torch.no_grad()
     def fit_(self, x: Tensor, y: Tensor, weight: float = 1.0) -> None:
-        """Add tokens x, finite, with the outputs y that the layer should return, both (tokens, C), and set the constants.
+        """Add tokens x, finite, with the outputs y that the layer should return, and set the constants.
 
-        Each token counts ``weight`` times. Until one has a spread over its channels, nothing can be
-        fitted and nothing is added.
+        Both are (tokens, C). Each token counts ``weight`` times. Until one has a spread over its
+        channels, nothing can be fitted and nothing is added.
         """
         self.update(x, y, weight)
         if self._has_started:
