@@ -1,8 +1,8 @@
 """Check the paper's claim on real activations of two models: ``python -m benchmarks.activations``.
 
-One is all-MiniLM-L6-v2. The other is a small pre-norm GPT-2 that is trained here for about a minute
-on bytes of the standard library's docstrings. The results are benchmarks/results/inspection.json
-and docs/images/inspection-*.png.
+They are all-MiniLM-L6-v2, with the norms after the blocks, and SmolLM2-135M, with the norms before
+them (``make models`` installs it). The results are benchmarks/results/inspection.json and
+docs/images/inspection-*.png.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ import torch
 from matplotlib.figure import Figure
 
 import dynorm
-from benchmarks.subjects import LENGTH, trained
 from dynorm.jobs.inspect import inspect_pretrained
-from dynorm.jobs.texts import split_texts, standard_library_docstrings
 from dynorm.recipe import Recipe
 from dynorm.report.colours import COLOURS
 from dynorm.report.pictures import draw
@@ -31,8 +29,10 @@ from tools.demo_model import folder
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "inspection.json"
-STEPS = 300
-SAMPLES = 256
+LENGTH = 128  # the most tokens of a text, or of a block of the decoder
+# The model in the package, and the number of texts or blocks: about 4,500 tokens each.
+MODELS = {"all-MiniLM-L6-v2": ("minilm", 256), "SmolLM2-135M": ("smollm2", 32)}
+PANELS = 15  # the most norms in a picture
 LABELS = {"linear": "linear", "dyt": "DyT", "dyisru": "DyISRU"}
 # The colours of a picture on white paper, by their use.
 DAYLIGHT = COLOURS | {
@@ -44,12 +44,13 @@ DAYLIGHT = COLOURS | {
 
 
 def save_picture(report: dynorm.report.InspectionReport, path: Path) -> None:
-    """Draw all norms of a model: its outliers, and the functions fitted to them."""
+    """Draw the norms of a model, or every n-th of many: outliers, and the functions fitted to them."""
+    sites = report.sites[:: math.ceil(len(report.sites) / PANELS)]
     # Three in a row are legible at the width of a page.
-    rows = math.ceil(len(report.sites) / 3)
+    rows = math.ceil(len(sites) / 3)
     figure = Figure(figsize=(9, 2.5 * rows), layout="constrained")
     panels = figure.subplots(rows, 3, squeeze=False).flatten()
-    for axes, site in zip(panels, report.sites, strict=False):
+    for axes, site in zip(panels, sites, strict=False):
         draw(axes, site.outliers, site.picture, DAYLIGHT)
         figures = []
         for name, label in LABELS.items():
@@ -58,7 +59,7 @@ def save_picture(report: dynorm.report.InspectionReport, path: Path) -> None:
         axes.tick_params(labelsize=8)
         axes.set_xlabel(axes.get_xlabel(), fontsize=9)
         axes.set_ylabel(axes.get_ylabel(), fontsize=9)
-    for axes in panels[len(report.sites) :]:
+    for axes in panels[len(sites) :]:
         axes.axis("off")
     add_legend(figure)
     # Each dot is a line of length zero, which a simplified path would lose.
@@ -85,20 +86,16 @@ def add_legend(figure: Figure) -> None:
 
 
 def main() -> None:
-    """Train, inspect both models, and write the file and the pictures."""
-    # The inspection measures on texts that the small model was not trained on.
-    texts, _ = split_texts(standard_library_docstrings(), SAMPLES, 0)
-    small = trained(STEPS, texts)
-    training = json.loads((small / "training.json").read_text("utf-8"))
-    models = {"all-MiniLM-L6-v2": folder(), "small-pre-norm": small}
+    """Inspect both models, and write the file and the pictures."""
+    threads = torch.get_num_threads()
     document: dict[str, Any] = {
         "command": "python -m benchmarks.activations",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        "training": training,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {threads} threads",
         "models": {},
     }
-    for name, path in models.items():
-        report = inspect_pretrained(path, Recipe(max_length=LENGTH), samples=SAMPLES, name=name)
+    for name, (package, samples) in MODELS.items():
+        recipe = Recipe(max_length=LENGTH)
+        report = inspect_pretrained(folder(package), recipe, samples=samples)
         print(report, end="\n\n")
         document["models"][name] = report.to_dict()
         save_picture(report, ROOT / "docs" / "images" / f"inspection-{name}.png")

@@ -24,20 +24,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from benchmarks.subjects import BATCH, ROOT, Row
 from dynorm.files import write_text
 from dynorm.jobs import Pretrained, encode, load_pretrained, make_batches
 from dynorm.jobs.job import library_versions
 from tools.demo_model import folder
 
-RESULTS = Path(__file__).parent / "results" / "retrieval.json"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "retrieval.json"
 TEXTS = ROOT / "build" / "debian-descriptions.txt"
 PACKAGES = 1500
 SEEDS = 3
+BATCH = 32
 LENGTH = 256
 # The noise of a loss: this number of standard deviations over the committed draws, and at least LEAST.
 NOISE = 3.0
 LEAST = 0.002
+Row = dict[str, Any]
 
 
 def main() -> None:

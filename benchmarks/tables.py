@@ -246,6 +246,19 @@ def paper_table() -> str:
     )
 
 
+def studies_table() -> str:
+    """Return one row per setting of section 4's simulation: residuals over many samples."""
+    rows = []
+    for study in load("paper")["studies"]:
+        cells = [f"{study['channels']:,}", f"{study['sigma']:g}", f"{study['mean']:g}"]
+        for name in ("DyISRU", "DyT"):
+            found = study["residuals"][name]
+            cells.append(f"{found['median']:.2g} ({found['p5']:.2g} to {found['p95']:.2g})")
+        cells.append(f"{study['dyt_wins']:,} of {study['samples']:,}")
+        rows.append(cells)
+    return lines_of(["C", "sigma", "mean", "DyISRU", "DyT", "DyT nearer"], rows)
+
+
 def inspection_table() -> str:
     """Return the comparison of section 4 on real activations: one row per model."""
     rows = []
@@ -288,7 +301,11 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "gpu": gpu_table,
         "product": product_table,
     },
-    "docs/mathematics.md": {"paper": paper_table, "inspection": inspection_table},
+    "docs/mathematics.md": {
+        "paper": paper_table,
+        "studies": studies_table,
+        "inspection": inspection_table,
+    },
 }
 """The tables of each page, by their marks."""
 

@@ -1,7 +1,5 @@
 """The simulation of section 4: its published sample to all digits, its closed form, and its refusals."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -10,56 +8,41 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import dynorm
+from dynorm.errors import ArgumentError
 from dynorm.paper.fits import closed_form
 from dynorm.paper.simulation import channel_betas, simulate
 
 
 def test_the_published_sample() -> None:
     simulation = simulate()
-    assert simulation.tokens.shape == simulation.normalized.shape == (10, 100)
-    assert simulation.tokens.dtype == simulation.normalized.dtype == np.float64
+    assert simulation.tokens.shape == (10, 100)
     drawn = np.sort(2 * np.random.RandomState(1).randn(100))
-    assert simulation.tokens[0].tolist() == drawn.tolist()
     for step, token in enumerate(simulation.tokens):
         assert token[:-1].tolist() == drawn[:-1].tolist()
         assert token[-1] == drawn[-1] + 5 * step
-    assert simulation.outliers.tolist() == [drawn[-1] + 5 * step for step in range(1, 10)]
+    assert simulation.outliers.tolist() == simulation.tokens[1:, -1].tolist()
 
 
 def test_the_outputs_are_layer_norms() -> None:
     simulation = simulate(channels=12, sigma=0.5, mean=3.0, seed=4)
-    expected = torch.nn.functional.layer_norm(
-        torch.from_numpy(simulation.tokens), (12,), eps=0.0
-    ).numpy()
+    tokens = torch.from_numpy(simulation.tokens)
+    expected = torch.nn.functional.layer_norm(tokens, (12,), eps=0.0).numpy()
     np.testing.assert_allclose(simulation.normalized, expected, rtol=0, atol=1e-13)
     assert simulation.outputs.tolist() == simulation.normalized[1:, -1].tolist()
-    assert (simulation.channels, simulation.sigma, simulation.mean, simulation.seed) == (
-        12,
-        0.5,
-        3,
-        4,
-    )
 
 
 def test_the_closed_form_of_the_published_sample_needs_no_fit() -> None:
     simulation = simulate()
     closed = closed_form(simulation)
-    center, beta, residuals = closed.center, closed.value, closed.residuals
     others = simulation.tokens[0, :-1]
-    assert center == pytest.approx(others.mean(), rel=1e-13)
-    assert beta == pytest.approx(100 * others.var(), rel=1e-13)
-    assert round(center, 3) == 0.078
-    assert round(beta, 2) == 298.14
-    assert residuals.shape == (9,)
-    assert np.abs(residuals).max() < 1e-13
-
-
-def test_equation_14_is_the_same_at_every_step() -> None:
-    simulation = simulate()
+    assert closed.center == pytest.approx(others.mean(), rel=1e-13)
+    assert closed.value == pytest.approx(100 * others.var(), rel=1e-13)
+    assert round(closed.value, 2) == 298.14
+    assert np.abs(closed.residuals).max() < 1e-13
+    # The constant of equation 14 is the same at every step.
     betas = channel_betas(simulation)
     assert betas.round(3).tolist() == [292.204] * 9
-    np.testing.assert_allclose(betas, (99 / 100) ** 2 * closed_form(simulation).value, rtol=1e-13)
+    np.testing.assert_allclose(betas, (99 / 100) ** 2 * closed.value, rtol=1e-13)
 
 
 @settings(deadline=None, max_examples=40)
@@ -74,9 +57,8 @@ def test_the_closed_form_is_exact_everywhere(
 ) -> None:
     simulation = simulate(channels, sigma, mean, seed)
     # A mean that is large beside sigma costs LayerNorm itself digits.
-    assert np.abs(closed_form(simulation).residuals).max() < 1e-13 * (
-        1 + abs(mean) / sigma
-    ) * math.sqrt(channels)
+    lost = (1 + abs(mean) / sigma) * math.sqrt(channels)
+    assert np.abs(closed_form(simulation).residuals).max() < 1e-13 * lost
 
 
 def test_two_channels_are_plus_and_minus_one() -> None:
@@ -86,20 +68,17 @@ def test_two_channels_are_plus_and_minus_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "match"),
+    ("settings", "message"),
     [
         ({"channels": 1}, "channels.*2.*got 1"),
         ({"sigma": 0.0}, "sigma.*got 0"),
-        ({"sigma": -1.0}, "sigma.*positive"),
-        ({"sigma": math.inf}, "sigma.*got inf"),
         ({"sigma": math.nan}, "sigma.*got nan"),
         ({"mean": math.nan}, "mean must be"),
-        ({"seed": -1}, "seed.*0"),
         ({"seed": 2**32}, "seed.*0"),
         ({"mean": 1e30}, r"differ, got 100 times 1e\+30"),
         ({"sigma": 1e-200}, "range of float64"),
     ],
 )
-def test_what_it_refuses(arguments: dict[str, float], match: str) -> None:
-    with pytest.raises(dynorm.errors.ArgumentError, match=match):
-        simulate(**arguments)  # type: ignore[arg-type]
+def test_what_it_refuses(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        simulate(**settings)  # type: ignore[arg-type]

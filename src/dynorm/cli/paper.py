@@ -18,6 +18,10 @@ from dynorm.files import require_writable, write_bytes, write_text
 # With a thousand samples, tokens of this size take a minute.
 MOST_CHANNELS = 1 << 16
 
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace OUT even if dynorm did not write it.")
+]
+
 
 @app.command()
 def paper(
@@ -133,6 +137,7 @@ def prove(
             help="Seed of the random tokens on which the proofs are checked numerically.",
         ),
     ] = 0,
+    overwrite: Overwrite = False,
     brief: Annotated[
         bool, typer.Option("--brief", help="Print only the table, without the steps.")
     ] = False,
@@ -149,6 +154,7 @@ def prove(
     patterns = only or ()
     prove.choose(patterns)
     if out is not None:
+        _require_own_page(out, overwrite)
         show.prepare(out)
     stderr = Console(stderr=True, quiet=as_json)
     progress = partial(track, description="proving", console=stderr, transient=True)
@@ -170,8 +176,9 @@ def prove(
 @app.command()
 def explore(
     out: Annotated[
-        Path, typer.Option(help="File for the page. An existing file is replaced.")
+        Path, typer.Option(help="File for the page. An earlier page is replaced.")
     ] = Path("explore.html"),
+    overwrite: Overwrite = False,
     show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -181,6 +188,7 @@ def explore(
     """
     from dynorm.paper.explorer import save_page
 
+    _require_own_page(out, overwrite)
     page = save_page(out)
     if as_json:
         typer.echo(json.dumps({"page": str(page), "bytes": page.stat().st_size}, indent=1))
@@ -189,4 +197,18 @@ def explore(
     if show and not webbrowser.open(page.as_uri()):
         raise StorageError(
             f"a browser must be there to open {str(page)!r}, but none was found: open it yourself"
+        )
+
+
+def _require_own_page(path: Path, overwrite: bool) -> None:
+    """Refuse to replace a file that is not a page of dynorm, unless overwrite is given."""
+    # Other paths that cannot be written are refused where the page is written.
+    if overwrite or not path.is_file():
+        return
+    with path.open("rb") as file:
+        start = file.read(2000)
+    if b'<meta name="generator" content="dynorm' not in start:
+        raise StorageError(
+            f"the output must be a new file or a page written by dynorm, but {str(path)!r} is "
+            "another file: choose another path, or pass --overwrite"
         )
