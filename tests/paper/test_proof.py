@@ -195,15 +195,14 @@ def test_every_comparison_turned_around_fails_in_algebra_and_in_numbers(name: st
             turned = replace(step, left=step.right, right=step.left)
             assert decide(turned, statement).outcome == "false"
             assert not measure(turned, tokens).holds
-        # A misprint that is taken for the intended formula, and an approximation for an identity.
+        # An approximation that is taken for an identity.
         if step.relation == "!=":
             equal = replace(step, relation="=")
             assert decide(equal, statement).outcome == "false"
             assert not measure(equal, tokens).holds
 
 
-def test_equal_sides_are_not_a_misprint() -> None:
-    """A pair of sides that are equal cannot be shown to differ."""
+def test_equal_sides_cannot_be_shown_to_differ() -> None:
     for statement in STATEMENTS:
         for step in statement.steps[:3]:
             if step.relation == "=" and not step.by_sums:
@@ -215,33 +214,20 @@ def test_equal_sides_are_not_a_misprint() -> None:
 with as_written():
     WRONG = [
         ("reduction", "m_i", others(x_k) / C),
-        ("theorem-1", "mu", sum_k(x_k) / (C - 1)),
         ("theorem-1", "sigma", sqrt(sum_k((x_k - mu) ** 2) / (C - 1))),
         ("theorem-1", "F", 1 / sigma),
         ("equation-7", "y_i", (x_i + mu) / sigma),
-        ("equation-8", "F", 1 / ((C - 1) * sigma)),
-        ("theorem-2", "alpha", positive("F")),
         ("theorem-2", "Dy", positive("F") * (C - y**2)),
-        ("theorem-2", "Q", (sqrt(C - 1) - y) / (sqrt(C - 1) + y)),
         ("theorem-3", "Y", (x_i - mu) / sqrt(positive("beta") + (x_i - mu) ** 2)),
         ("theorem-3", "Y", sqrt(C - 1) * (x_i - mu) / sqrt(positive("beta") - (x_i - mu) ** 2)),
-        ("theorem-3", "c", positive("z") * ((C - 1) * y ** (-2) - 1)),
         ("theorem-3", "beta_i", (C - 1) * sigma_others**2 + sigma**2),
         ("theorem-4", "beta_i", C * sigma_others**2 - sigma**2),
-        ("theorem-4", "sigma_others", sqrt(others((x_k - mu) ** 2) / C)),
         ("appendix-b", "beta", positive("alpha")),
-        ("note-centering", "mu", sum_k(x_k) / (C - 1)),
-        ("note-variance", "Var", sum_k((x_k - mu) ** 2) / (C - 1)),
         ("note-rmsnorm", "c_i", sum_k(x_k * (delta(k, i) + 1 / C))),
-        ("note-matrix", "mu", 0 * x_i),
-        ("closed-form-1", "m_i", sum_k(x_k) / C),
         ("closed-form-2", "v_i", others((x_k - mu) ** 2) / (C - 1)),
         ("closed-form-3", "s_i", sum_k(x_k**2)),
-        ("closed-form-4", "v_i", others((x_k - m_i) ** 2) / C),
         ("witness-all", "MS", sum_k(x_k**2) / (C - 1)),
         ("witness-derivative", "beta_i", positive("beta") + sum_k(g_k * (x_k - real("p")) ** 2)),
-        ("misprint-first-version", "dy_du", d(y ** (-2), y)),
-        ("misprint-note", "mu", sum_k(x_k) / (C - 1)),
     ]
 
 
@@ -430,6 +416,6 @@ def test_a_new_statement_is_proven_and_shown() -> None:
     checked = check(statement)
     assert checked.holds
     assert [step.follows for step in statement.steps] == [False, True, False]
-    assert one_line(statement.steps[1].right) == "a·(xᵢ + xᵢ)"
+    assert one_line(statement.steps[1].right) == "a*(x[i] + x[i])"
     statement.compare(double, lambda x, at: 2 * at.a * x + 1e-6)
     assert not check(statement).holds
