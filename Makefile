@@ -199,11 +199,11 @@ check-figures: setup .venv/models.stamp build/debian-descriptions.txt
 paper: setup
 	$(BIN)/dynorm paper --out build/paper
 	cp build/paper/table.json benchmarks/results/paper.json
-	for n in 1 2 3 4 5; do cp build/paper/fig$$n.png docs/images/paper-fig$$n.png; done
+	for n in 1 2 3 4; do cp build/paper/fig$$n.png docs/images/paper-fig$$n.png; done
 	$(BIN)/python -m benchmarks.tables
 
 # The paper's claim on real activations, for docs/mathematics.md: three minutes on 2 cores.
-activations: setup
+activations: setup .venv/models.stamp
 	$(BIN)/python -m benchmarks.activations
 	$(BIN)/python -m benchmarks.tables
 
