@@ -286,6 +286,56 @@ def inspection_table() -> str:
     )
 
 
+FAMILIES = {
+    "GPT-2, GPT-NeoX, GPT-J, OPT, Falcon, Phi, StableLM, OLMo, MPT, a hand-written GPT": (
+        "gpt2",
+        "gpt_neox",
+        "gptj",
+        "opt",
+        "falcon",
+        "phi",
+        "stablelm",
+        "olmo",
+        "mpt",
+        "nanogpt",
+    ),
+    "Llama, Mistral, Qwen2, Mixtral": ("llama", "mistral", "qwen2", "mixtral"),
+    "Qwen3, Gemma 2, Gemma 3, OLMo 2, Cohere": ("qwen3", "gemma2", "gemma3", "olmo2", "cohere"),
+    "Mamba": ("mamba",),
+    "Bloom": ("bloom",),
+    "BERT, RoBERTa, BART, post-norm nn.TransformerEncoder": (
+        "bert",
+        "roberta",
+        "bart",
+        "encoder_post",
+    ),
+    "ModernBERT": ("modernbert",),
+    "T5": ("t5",),
+    "ViT, DINOv2, CLIP, pre-norm nn.TransformerEncoder": ("vit", "dinov2", "clip", "encoder_pre"),
+    "ConvNeXt": ("convnext",),
+    "Whisper, Wav2Vec2": ("whisper", "wav2vec2"),
+}
+"""The models of each row of the table of folds."""
+
+
+def fold_table() -> str:
+    """Return one row per family of architectures: what of its norms folds if all is allowed."""
+    models = {row["model"]: row for row in load("fold")["models"]}
+    rows = []
+    for title, names in FAMILIES.items():
+        family = [models[name] for name in names]
+        norms = sum(row["norms"] for row in family)
+        cells = [title]
+        for rewrite in ("affine", "center"):
+            folded = sum(row[rewrite][0] for row in family)
+            possible = sum(row[rewrite][1] for row in family)
+            cells.append(f"{folded} of {possible}" if possible else "none")
+        gone = sum(row["lines"]["gone"] for row in family)
+        cells.append(f"{gone} of {norms}")
+        rows.append(cells)
+    return lines_of(["models", "weights and biases", "means", "lines gone"], rows)
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"headline": headline_table},
     "docs/quality.md": {
@@ -294,6 +344,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "dinov2": quality_table("dinov2"),
         "retrieval": retrieval_table,
     },
+    "docs/fold.md": {"fold": fold_table},
     "docs/run-elsewhere.md": {"deploy": deploy_table},
     "docs/speed.md": {
         "speed": speed_table,
