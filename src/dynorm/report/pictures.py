@@ -137,7 +137,7 @@ def _draw_dots(
 ) -> None:
     """Draw dots as short lines with round caps.
 
-    Dots of length 0 would not show in a PNG. One path for all, with gaps between them, takes a
+    Dots of length 0, or snapped to it, would not show in a PNG. One path for all, with gaps between them, takes a
     fifth of the space of markers.
     """
     line_x: list[float] = []
@@ -145,7 +145,7 @@ def _draw_dots(
     for left, bottom in zip(x, y, strict=True):
         line_x += [left, left, math.nan]
         line_y += [bottom, bottom + 1e-4, math.nan]
-    axes.plot(line_x, line_y, color=color, linewidth=3, solid_capstyle="round")
+    axes.plot(line_x, line_y, color=color, linewidth=3, solid_capstyle="round", snap=False)
 
 
 def _scale(
