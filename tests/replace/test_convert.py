@@ -467,13 +467,21 @@ def test_nothing_to_restore(tmp_path: Path) -> None:
         assert "restore_" not in str(raised.value)
 
 
-def test_an_offloaded_model_is_not_restored() -> None:
+def test_an_offloaded_model_is_left_as_it_is() -> None:
     hooks = pytest.importorskip("accelerate")
-    model = converted(mlp())
+    original = mlp()
+    model = converted(copy.deepcopy(original))
+    dynorm.calibrate_(model, [X])
     kinds = [type(module) for module in model]
     hooks.cpu_offload(model)
-    with pytest.raises(ModelError, match="accelerate has offloaded it"):
-        dynorm.restore_(model)
+    for verb in (
+        lambda: dynorm.restore_(model),
+        lambda: dynorm.calibrate_(model, [X]),
+        lambda: dynorm.refine_(model, [X], steps=1),
+        lambda: dynorm.measure(model, [X], original=original),
+    ):
+        with pytest.raises(ModelError, match="accelerate has offloaded it"):
+            verb()
     assert [type(module) for module in model] == kinds
     assert model(X).isfinite().all()
 
