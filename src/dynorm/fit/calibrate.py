@@ -148,7 +148,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Batch]) -> CalibrationReport:
     Args:
         model: a model that :func:`convert_` converted; plain, not sharded: shard it afterwards.
         batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``; any
-            iterable with an end, read once. They are moved to the model's device.
+            iterable of at most 10,000, read once. They are moved to the model's device.
 
     Returns:
         A report with one row per site.
@@ -189,15 +189,13 @@ def _calibrate(
     model: nn.Module, layers: dict[str, PointwiseNorm], batches: Iterable[Batch]
 ) -> CalibrationReport:
     """Fit the layers on this process."""
-    in_call_order = []
+    found = []
     for path, layer in layers.items():
         norm = replaced_by(layer)
         assert norm is not None
-        in_call_order.append((norm.site.order, path, layer, norm))
-    in_call_order.sort(key=lambda found: found[0])
-    fits: Fits = {}
-    for _, path, layer, norm in in_call_order:
-        fits[layer] = SiteFit(layer, norm, path)
+        found.append(SiteFit(layer, norm, path))
+    in_call_order = sorted(found, key=lambda fit: fit.order)
+    fits: Fits = {fit.layer: fit for fit in in_call_order}
     with unchanged_on_error(fits), undisturbed(model, evaluate=True):
         used = _fit_groups(model, fits, batches)
     sites = []

@@ -84,6 +84,7 @@ class SiteFit:
     def __init__(self, layer: PointwiseNorm, norm: Replaced, path: str = "") -> None:
         self.layer = layer
         self.path = path
+        self.order = norm.site.order
         self.kind = norm.site.kind
         self.eps = norm.site.eps
         self.tokens = 0
