@@ -20,16 +20,16 @@ def run(*arguments: str) -> Result:
 def test_everything_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    result = run("--samples", "10")
+    result = run("--samples", "3")
     assert (result.exit_code, result.stderr) == (0, "")
     files = {f"fig{number}.{format}" for number in range(1, 5) for format in ("png", "svg")}
     files |= {"table.csv", "table.json"}
     assert {path.name for path in Path("paper").iterdir()} == files
     for text in ("0.048610135", "301.05995", "0.327877", "0.049", "301.1", "298.137", "292.204"):
         assert text in result.stdout
-    assert "0 of 10" in result.stdout
+    assert "0 of 3" in result.stdout
     studies = json.loads(Path("paper/table.json").read_text())["studies"]
-    assert [study["samples"] for study in studies] == [10] * 10
+    assert [study["samples"] for study in studies] == [3] * 10
 
 
 def test_json_is_one_document_and_nothing_else(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ from dynorm.paper.proof.vocabulary import (
     g_k,
     i,
     k,
-    m_i,
     mu,
     others,
     positive,
@@ -43,7 +42,6 @@ from dynorm.paper.proof.vocabulary import (
     sum_k,
     sum_l,
     sum_over,
-    vector,
     x_i,
     x_k,
     x_l,
@@ -366,41 +364,6 @@ def test_a_definition_that_uses_a_later_one_is_refused() -> None:
 def test_sums_prove_equations_only() -> None:
     with pytest.raises(ArgumentError, match=r"Eq.*by_sums"):
         statement_with().step(sp.Ne(x_i, 2 * x_i), "", by_sums=True)
-
-
-def test_a_reflection_and_a_running_sum_of_squares_are_proven() -> None:
-    """Sums of products of several vectors, as a Householder reflection has them."""
-    v = vector("v")
-    f = vector("f")
-    v_k = v[k]
-    f_k = f[k]
-    with as_written():
-        projection = sum_l(v[ell] * x_l) / sum_l(v[ell] ** 2)
-        mirrored = x_k - 2 * v_k * projection
-        statement = statement_with()
-        statement.step(sp.Eq(sum_k(mirrored**2), sum_k(x_k**2)), "The length.", by_sums=True)
-        statement.step(
-            sp.Eq(sum_k(v_k * mirrored), -sum_k(v_k * x_k)), "The component.", by_sums=True
-        )
-        statement.step(
-            sp.Eq(
-                sum_k((x_k + f_k) ** 2),
-                sum_k(x_k**2) + 2 * sum_k(x_k * f_k) + sum_k(f_k**2),
-            ),
-            "The recursion.",
-            by_sums=True,
-        )
-        wrong = [
-            Step(sum_k((x_k - v_k * projection) ** 2), "=", sum_k(x_k**2), "", by_sums=True),
-            Step(sum_k(v_k * mirrored), "=", sum_k(v_k * x_k), "", by_sums=True),
-            Step(sum_k((x_k + f_k) ** 2), "=", sum_k(x_k**2) + sum_k(f_k**2), "", by_sums=True),
-            Step(sum_k(v_k * f_k), "=", sum_k(x_k * f_k), "", by_sums=True),
-        ]
-    assert check(statement).holds
-    tokens = tokens_for(statement, 0, (3, 7))
-    for step in wrong:
-        assert decide(step, statement).outcome == "false"
-        assert not measure(step, tokens).holds
 
 
 def test_a_new_statement_is_proven_and_shown() -> None:
