@@ -1,50 +1,57 @@
-"""What the card and the report of a job say about the model, the samples and the stages."""
+"""The card and the report of a job: the model's name, the samples, the layers, the license."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dynorm.jobs.checkpoint import model_name
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.fold import fold_pretrained
 from dynorm.recipe import Recipe
-from dynorm.report import ModelReport
 
-QUICK = Recipe(held_out=16, max_length=16, batch=8, refine=2, calibration=24, steps=0)
+QUICK = Recipe(held_out=16, max_length=16, batch=8, refine=2, steps=0, calibration=24)
+pytestmark = pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
 
 
-@pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
-def test_the_card_names_norms_samples_and_stages(
+def words_of(path: Path) -> str:
+    return " ".join(path.read_text("utf-8").split())
+
+
+@pytest.mark.parametrize(("path", "name"), [
+    ("/data/all-MiniLM-L6-v2", "all-MiniLM-L6-v2"),
+    ("/data/distilled/final/model", "distilled"),
+    ("/data/llama-3.Q4.gguf", "llama-3.Q4"),
+    ("/data/tiny/model.gguf", "tiny"),
+    ("/cache/hub/models--meta-llama--Llama-3/snapshots/0123abcd", "meta-llama/Llama-3"),
+    ("/model", "model"),
+])  # fmt: skip
+def test_a_folder_called_model_does_not_name_the_model(path: str, name: str) -> None:
+    assert model_name(Path(path)) == name
+
+
+def test_the_card_is_our_own_and_keeps_the_license(
     encoder: Path, texts: Path, tmp_path: Path
 ) -> None:
-    place = tmp_path / "tiny-bert-v3" / "model"
-    shutil.copytree(encoder, place)
-    recipe = replace(
-        QUICK,
-        to={"embeddings.*": None, "*.attention.*": {"to": "dyt", "witnesses": 2}, "*": "dyisru"},
-    )
+    source = shutil.copytree(encoder, tmp_path / "tiny-v1.5" / "model")
+    card = "---\nlicense: mit\nlanguage:\n- en\ntags:\n- old\n---\n# Tiny\n"
+    (source / "README.md").write_text(card)
+    recipe = replace(QUICK, steps=4, to={"embeddings.*": None, "*.layer.0.attention.*": "dyt"})
     out = tmp_path / "out"
-    report = convert_pretrained(place, out, recipe, texts=[texts])
-    title = (
-        "tiny-bert-v3: 4 norms replaced by DyISRU and DyT, 1 kept; each value depends on its own "
-        "channel and on at most 2 named ones"
-    )
-    assert report.title() == title
-    card = " ".join((out / "model" / "README.md").read_text("utf-8").split())
-    assert "# tiny-bert-v3, " in card
-    assert f"{title}. Kept: embeddings.LayerNorm." in card
-    assert f"The constants were fitted on 24 samples, from {texts}." in card
-    assert "distilled for" not in card
-    assert "without training" in card
-    assert f"<h1>{title}</h1>" in (out / "report.html").read_text("utf-8")
-    saved = json.loads((out / "report.json").read_text("utf-8"))
-    assert ModelReport.from_dict(saved).title() == title
+    report = convert_pretrained(source, out, recipe, texts=[texts])
+    stages = report.meta["stages"]
+    assert [stages[name]["samples"] for name in ("calibrate", "refine")] == [24, 16]
+    own = words_of(out / "model" / "README.md")
+    assert own.startswith("--- license: mit language: - en base_model: tiny-v1.5 tags: - dynorm")
+    for fact in ("4 norms replaced by DyISRU and DyT", "Kept: embeddings.LayerNorm", "import dynorm"):
+        assert fact in own
+    assert (out / "model" / "README.original.md").read_text() == card
+    assert "4 norms replaced by DyISRU and DyT" in words_of(out / "report.html")
 
-
-def test_the_card_of_a_fold_has_the_name(encoder: Path, tmp_path: Path) -> None:
-    fold_pretrained(encoder, tmp_path / "folded", {})
-    assert "# tiny-bert, " in (tmp_path / "folded" / "model" / "README.md").read_text("utf-8")
+    fold_pretrained(source, tmp_path / "folded", {})
+    folded = words_of(tmp_path / "folded" / "model" / "README.md")
+    assert folded.startswith("--- license: mit")
+    assert "# tiny-v1.5, " in folded

@@ -22,12 +22,19 @@ def data(count: int = 8) -> list[torch.Tensor]:
     return [torch.randn(32, 16, generator=generator) for _ in range(count)]
 
 
-def test_it_keeps_the_best_stage_and_tells_of_each() -> None:
-    model = model_of()
-    report = dynorm.convert_model(model, data(), refine=4, steps=4)
-    stages = report.meta["stages"]
-    assert {"calibrate", "refine", "distill"} <= stages.keys()
-    assert report.output.cosine_mean > 0.7
+# At the higher rate distillation makes the model worse, and says so.
+@pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
+@pytest.mark.parametrize("lr", [1e-3, 10.0])
+def test_the_values_of_the_best_stage_are_kept(lr: float) -> None:
+    report = dynorm.convert_model(model_of(), data(), refine=4, steps=4, lr=lr)
+    names = ["calibrate", "refine", "distill"]
+    stages = {name: report.meta["stages"][name] for name in names}
+    # Of eight batches two are held out, and these are compared after each stage.
+    losses = [stages[name]["output"]["error"] for name in names]
+    assert report.output.error == pytest.approx(min(losses), rel=1e-5)
+    for name in names[losses.index(min(losses)) + 1 :]:
+        assert stages[name]["kept"] is False
+    assert report.output.cosine_mean > 0.9
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import dynorm
+from dynorm.errors import StorageError
 from dynorm.jobs.checkpoint import load_pretrained
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.recipe import Recipe
@@ -71,9 +71,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
 def test_a_gguf_file_is_converted_and_kept(file: Path, texts: Path, tmp_path: Path) -> None:
     recipe = Recipe(held_out=16, max_length=32, refine=2, steps=2)
-    report = convert_pretrained(
-        file, tmp_path / "out", recipe, texts=[texts], keep_original=True, quiet=True
-    )
+    report = convert_pretrained(file, tmp_path / "out", recipe, texts=[texts], keep_original=True)
     assert report.output.kind == "language"
     assert len(report.sites) == 2 * BLOCKS + 1
     written = {path.name for path in (tmp_path / "out" / "model").iterdir()}
@@ -86,12 +84,10 @@ def test_a_gguf_file_is_converted_and_kept(file: Path, texts: Path, tmp_path: Pa
     with torch.no_grad():
         assert torch.equal(original(**batch).logits, load_pretrained(file).model(**batch).logits)
     assert len(dynorm_layers(load_pretrained(tmp_path / "out" / "model").model)) == 2 * BLOCKS + 1
-    with pytest.raises(dynorm.errors.StorageError, match="--overwrite"):
-        convert_pretrained(file, tmp_path / "out", recipe, texts=[texts])
 
 
 def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(8))
-    with pytest.raises(dynorm.errors.StorageError, match=r"broken\.gguf"):
+    with pytest.raises(StorageError, match=r"broken\.gguf"):
         load_pretrained(tmp_path / "broken.gguf")
