@@ -18,7 +18,7 @@ OUT := build/$(if $(filter minilm,$(MODEL)),demo,$(MODEL))
 # A slow machine takes longer, and gets the figures of the pages all the same.
 LENGTH := $(if $(STEPS),--steps $(STEPS))
 
-.PHONY: setup demo models test floor architectures lint docs bench fold gone deploy quality retrieval distillation images draws check-figures paper activations study sanitize wheel clean
+.PHONY: setup demo models test floor architectures lint docs bench fold quality check-figures paper activations gpu study sanitize wheel clean
 
 KERNELS := src/dynorm/kernels/_native.abi3.so
 
@@ -120,36 +120,16 @@ docs: .venv/docs.stamp
 
 # How fast: beside the peers and the limit, outputs checked first; about ten minutes on 2 cores, all of them in use.
 bench: setup
-	$(BIN)/python -m benchmarks.speed --threads all --model "$$($(BIN)/python tools/demo_model.py)" --name all-MiniLM-L6-v2 \
-		--out benchmarks/results/speed.json --plot docs/images/speed.png
+	$(BIN)/python -m benchmarks.speed
 	$(BIN)/python -m benchmarks.tables
 
-# What folds where, in a quarter of an hour, with how fast it is then.
+# The same on a GPU, where there is one.
+gpu: setup
+	$(BIN)/python -m benchmarks.gpu
+
+# What folds where, in a quarter of an hour.
 fold: setup
 	$(BIN)/python -m benchmarks.fold
-
-# How many norms of a real encoder become lines, and what a norm costs under encryption: a quarter of an hour.
-gone: setup
-	$(PIP) --editable '.[encrypted]'
-	$(BIN)/python -m benchmarks.auto
-	model="$$($(BIN)/python tools/demo_model.py)" && for to in dyisru "auto --tolerance 0.05" "auto --tolerance 0.08"; do \
-		$(BIN)/dynorm convert "$$model" "build/gone/$${to##* }" --to $$to --witnesses 4 --per-channel --steps 200 $(BF16) --overwrite || exit 1; done
-	$(BIN)/python -m benchmarks.auto --add $(addprefix build/gone/,$(addsuffix /report.json,dyisru 0.05 0.08))
-	$(BIN)/python -m benchmarks.encrypted
-	$(BIN)/python -m benchmarks.tables
-
-# What compile, export, ONNX and int8 make of converted models: about an hour.
-deploy: setup .venv/models.stamp build/pictures
-	$(BIN)/python -m benchmarks.deploy
-
-# The figures of README.md and docs/: about half an hour on 2 cores. What is measured already stays; delete
-# benchmarks/results/quality.json to measure all anew.
-quality: demo
-	cp build/demo/report.json benchmarks/results/demo.json
-	$(BIN)/python -m benchmarks.quality
-	$(BIN)/python -m benchmarks.tables
-	$(BIN)/python -m benchmarks.picture
-	$(BIN)/python -m benchmarks.report_picture
 
 build/debian-descriptions.txt:
 	@mkdir -p build/apt/partial
@@ -158,42 +138,25 @@ build/debian-descriptions.txt:
 
 UNTRAINED = $(BIN)/dynorm convert "$$($(BIN)/python tools/demo_model.py)" build/untrained --name all-MiniLM-L6-v2 --steps 0 --refine 0 --overwrite
 
-# What is lost on a task, for README.md: a few minutes. The texts are Debian's; apt-get fetches them.
-retrieval: demo build/debian-descriptions.txt
+# The figures of README.md and docs/: what three models lose without training and distilled, what an encoder loses at
+# retrieval, and what compile, export and ONNX make of converted models. Hours on 2 cores; rows that
+# are measured already stay.
+quality: demo .venv/models.stamp build/pictures build/debian-descriptions.txt
+	cp build/demo/report.json benchmarks/results/demo.json
+	for model in minilm smollm2 dinov2; do $(BIN)/python -m benchmarks.quality $$model || exit 1; done
 	$(UNTRAINED)
 	$(BIN)/python -m benchmarks.retrieval build/untrained/model build/demo/model
+	$(BIN)/python -m benchmarks.deploy
 	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.picture
+	$(BIN)/python -m benchmarks.report_picture
 
-# Recipes of distillation side by side, for docs/quality.md: about two core hours; what is measured already stays.
-distillation: setup
-	$(BIN)/python -m benchmarks.distillation --steps 1200 $(BF16) --recipes DyISRU "DyISRU, four witnesses" \
-		"linear (control), four witnesses"
-	$(BIN)/python -m benchmarks.distillation --steps 400 $(BF16) --recipes DyISRU "linear (control)" "scaled DyT" \
-		"DyISRU, annealed" "DyISRU, twice the rate"
-	$(BIN)/python -m benchmarks.distillation --steps 200 --model language --recipes DyISRU "DyISRU, annealed" \
-		"DyISRU, twice the rate"
-	$(BIN)/python -m benchmarks.tables
-
-# What an encoder of images loses and gets back, for docs/howto/vision.md: three quarters of an hour.
-images:
-	$(MAKE) demo MODEL=dinov2 STEPS=0 OUT=build/dinov2-calibrated
-	$(MAKE) demo MODEL=dinov2 OUT=build/dinov2-distilled
-	$(BIN)/python -m benchmarks.images build/dinov2-calibrated/report.json build/dinov2-distilled/report.json
-	$(BIN)/python -m benchmarks.tables
-
-# How much the calibration of a decoder depends on the draw of its text, for docs/witnesses.md: an hour
-# and a half on 2 cores. What is measured already stays.
-draws: setup .venv/models.stamp
-	$(BIN)/python -m benchmarks.draws --draws 5 --sizes 24
-	$(BIN)/python -m benchmarks.draws --witnesses 8 --sizes 12 24 64 128
-	$(BIN)/python -m benchmarks.tables
-
-# Measure two figures of README and docs again, and fail if one is worse than the committed one by more than its noise: the divergence
-# of a calibrated decoder on one more draw of the text, and the loss of a calibrated encoder at retrieval.
+# Measure some figures of README and docs again, and fail if one is worse than the committed one by more than its noise.
 check-figures: setup .venv/models.stamp build/debian-descriptions.txt
+	$(BIN)/python -m benchmarks.quality minilm --check
+	$(BIN)/python -m benchmarks.quality smollm2 --check
 	$(UNTRAINED)
 	$(BIN)/python -m benchmarks.retrieval --check build/untrained/model
-	$(BIN)/python -m benchmarks.draws --check
 
 # The figures and tables of the paper, for docs/mathematics.md.
 paper: setup
