@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft.optimizers
+import peft
 import pytest
 import torch
 import transformers
@@ -82,31 +82,6 @@ def test_what_is_decayed_is_what_was_decayed_before(tmp_path: Path) -> None:
     assert after == before
 
 
-def test_thirty_steps_move_the_constants_as_without_decay(tmp_path: Path) -> None:
-    model = gpt2()
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    trainer = stock_trainer(model, tmp_path)
-    names = trainer.get_decay_parameter_names(model)
-    trainer.train()
-    betas = {path: layer.log_beta.clone() for path, layer in dynorm_layers(model).items()}
-    model.load_state_dict(start)
-    # The same run, whose optimizer decays the matrices outside of the layers.
-    layers = layer_parameters(model)
-    matrices = [model.get_parameter(name) for name in names]
-    others = [p for p in model.parameters() if p not in set(matrices)]
-    assert layers <= set(others)
-    groups = [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    trainer = stock_trainer(model, tmp_path)
-    trainer.optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
-    trainer.train()
-    for path, layer in dynorm_layers(model).items():
-        assert torch.equal(layer.log_beta, betas[path])
-        assert not torch.equal(layer.log_beta, start[f"{path}.log_beta"])
-
-
 def test_a_subclass_of_the_trainer_and_an_adapter(tmp_path: Path) -> None:
     class OfMine(Trainer):  # type: ignore[misc]
         def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -129,22 +104,6 @@ def test_a_subclass_of_the_trainer_and_an_adapter(tmp_path: Path) -> None:
     groups = decayed(stock_trainer(lora, tmp_path).create_optimizer())
     assert groups
     assert not groups & trained
-
-
-def test_loraplus_decays_no_layer() -> None:
-    settings = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=2,
-        target_modules=["c_attn"],
-        fan_in_fan_out=True,
-        modules_to_save=["ln_1"],
-    )
-    lora = peft.get_peft_model(gpt2(), settings)
-    optimizer = peft.optimizers.create_loraplus_optimizer(
-        lora, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=4, loraplus_weight_decay=0.1
-    )
-    assert decayed(optimizer)
-    assert not decayed(optimizer) & layer_parameters(lora)
 
 
 def test_scripts_that_read_the_table_of_norms() -> None:

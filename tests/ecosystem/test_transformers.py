@@ -67,19 +67,6 @@ def test_a_run_of_the_trainer_stops_resumes_and_is_saved(tmp_path: Path) -> None
     assert torch.equal(first(loaded), first(model.eval()))
 
 
-def test_the_trainer_ends_with_the_best_model(tmp_path: Path) -> None:
-    model = gpt2()
-    run = trainer(
-        model, tmp_path, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, learning_rate=1e-2,
-        metric_for_best_model="loss", greater_is_better=True,
-    )  # fmt: skip
-    run.train()
-    losses = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
-    # The greatest loss is the first one: the weights of the end are really put back.
-    assert losses[0] > losses[1]
-    assert run.evaluate()["eval_loss"] == pytest.approx(losses[0], rel=1e-6)
-
-
 def test_the_trainer_with_checkpointed_activations_takes_the_same_steps(tmp_path: Path) -> None:
     found = []
     fields = TrainingArguments.__dataclass_fields__
@@ -153,16 +140,6 @@ def test_generation_is_the_same_with_every_cache(name: str) -> None:
         model.generate(prompt, num_beams=3, use_cache=cache, **settings) for cache in (False, True)
     ]
     assert torch.equal(*beams)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_cache_gives_the_logits_of_the_whole_text(name: str) -> None:
-    model, prompt = MODELS[name](), ids(2, 8)
-    whole = first(model, input_ids=prompt)
-    with torch.no_grad():
-        begin = model(prompt[:, :5], use_cache=True)
-        end = model(prompt[:, 5:], past_key_values=begin.past_key_values, use_cache=True)
-    torch.testing.assert_close(torch.cat([begin.logits, end.logits], 1), whole)
 
 
 def test_a_folder_in_shards(tmp_path: Path) -> None:

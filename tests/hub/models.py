@@ -40,10 +40,6 @@ def witnessed(model: nn.Module) -> nn.Module:
     return model
 
 
-class OwnLayer(dynorm.DyISRU):
-    pass
-
-
 def tokens() -> Tensor:
     return torch.randint(0, 50, (4, 7), generator=torch.Generator().manual_seed(1))
 
