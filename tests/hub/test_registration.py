@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.snippet_cases import snippets
+
 from dynorm.hub import save
 from tests.hub.folders import fresh
 from tests.hub.models import bert
-from tests.snippet_cases import snippets
 
 FIRST_LINES = {
     "transformers first": "import transformers; import dynorm.hub",
