@@ -76,22 +76,23 @@ class Run:
 
 RUNS = {
     "minilm": [
-        Run("dyisru", 0, 400),
-        Run("linear", 0, 400),
-        Run("dyt", 0, 400),
-        Run("derf", 0, 400),
-        Run("dyisru", 4, 400),
-        Run("dyisru", 16, 400),
-    ],
-    "smollm2": [
-        Run("dyisru", 8, 240),
-        Run("dyisru", 16, 0),
-        Run("dyisru", 0, 0),
-        Run("linear", 0, 0),
-    ],
-    "dinov2": [
         Run("dyisru", 0, 300),
         Run("linear", 0, 300),
+        Run("dyt", 0, 0),
+        Run("derf", 0, 0),
+        Run("dyisru", 4, 0),
+        Run("dyisru", 16, 0),
+    ],
+    "smollm2": [
+        Run("dyisru", 0, 0),
+        Run("linear", 0, 0),
+        Run("dyisru", 4, 0),
+        Run("dyisru", 8, 0),
+        Run("dyisru", 16, 0),
+    ],
+    "dinov2": [
+        Run("dyisru", 0, 0),
+        Run("linear", 0, 0),
         Run("dyisru", 4, 0),
         Run("dyisru", 16, 0),
     ],

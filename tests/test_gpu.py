@@ -15,12 +15,11 @@ from torch.testing import assert_close
 
 pytest.importorskip("transformers")
 
-from transformers import BertModel, LlamaForCausalLM, ViTConfig, ViTModel
+from transformers import BertModel, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
 import dynorm
 from dynorm.cli import main
 from dynorm.replace.converted import dynorm_layers
-from tests.fit.test_decoders import blocks, decoder
 from tests.jobs.conftest import TEXTS, save, tiny_bert
 
 DEVICE = "cuda"
@@ -127,6 +126,25 @@ def encoder_of_images() -> ViTModel:
     return ViTModel(config, add_pooling_layer=False).eval()
 
 
+def decoder() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def blocks(count: int, seed: int) -> Tensor:
+    """Return blocks of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 200, (count, 32), generator=generator)
+
+
 def encoder_of_texts() -> BertModel:
     torch.manual_seed(0)
     return BertModel(tiny_bert(), add_pooling_layer=False).eval()
@@ -142,7 +160,7 @@ def of_tokens(seed: int) -> list[dict[str, Tensor]]:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], list[dict[str, Tensor]]]]] = {
-    "decoder": (lambda: copy.deepcopy(decoder()), of_tokens),
+    "decoder": (decoder, of_tokens),
     "encoder of texts": (encoder_of_texts, of_tokens),
     "encoder of images": (encoder_of_images, of_images),
 }
@@ -175,6 +193,7 @@ def test_a_model_is_converted_as_on_the_cpu(kind: str) -> None:
                 moved(batches(0), device),
                 held_out=moved(batches(1), device),
                 refine=0,
+                steps=0,
             )
         )
     assert len(reports[0].sites) == len(reports[1].sites)
@@ -188,7 +207,11 @@ def test_refinement_and_distillation_do_no_harm(kind: str) -> None:
     fit, held_out = moved(batches(0), DEVICE), moved(batches(1), DEVICE)
     original = make().to(DEVICE)
     errors = []
-    for options in ({"refine": 0}, {"refine": 20}, {"refine": 0, "steps": 20}):
+    for options in (
+        {"refine": 0, "steps": 0},
+        {"refine": 20, "steps": 0},
+        {"refine": 0, "steps": 20},
+    ):
         report = dynorm.convert_model(
             copy.deepcopy(original), fit, held_out=held_out, witnesses=2, **options
         )
@@ -217,7 +240,7 @@ def test_a_model_in_bfloat16(options: dict[str, Any]) -> None:
     make, batches = MODELS["decoder"]
     fit, held_out = moved(batches(0), DEVICE), moved(batches(1), DEVICE)
     model = make().to(DEVICE, torch.bfloat16)
-    report = dynorm.convert_model(model, fit, held_out=held_out, refine=20, **options)
+    report = dynorm.convert_model(model, fit, held_out=held_out, refine=20, steps=0, **options)
     assert report.output.kl < 3
     assert next(model.parameters()).dtype == torch.bfloat16
 
@@ -227,7 +250,7 @@ def test_annealing() -> None:
     fit = moved(batches(0), DEVICE)
     model = make().to(DEVICE)
     expected = model(**fit[0]).last_hidden_state
-    dynorm.convert_(model, dynorm.find_norms(model, fit[0]), to="annealed", witnesses=0)
+    dynorm.convert_(model, dynorm.find_norms(model, fit[0]), to="annealed")
     assert_close(model(**fit[0]).last_hidden_state, expected, rtol=0, atol=1e-5)
     dynorm.calibrate_(model, fit)
     dynorm.set_anneal_(model, 1.0)
@@ -241,7 +264,7 @@ def test_reports_and_first_constants() -> None:
     fit = moved(batches(0), DEVICE)
     model = make().to(DEVICE)
     assert dynorm.inspect_norms(model, fit).summary()["exact"] < 1e-4
-    dynorm.convert_(model, dynorm.find_norms(model, fit[0]), witnesses=0)
+    dynorm.convert_(model, dynorm.find_norms(model, fit[0]))
     assert len(dynorm.init_from_batch_(model, fit[0]).beta) == len(dynorm_layers(model))
 
 
@@ -255,8 +278,8 @@ def test_a_fold_leaves_the_outputs() -> None:
 
 
 def test_a_monitor_of_a_model_on_a_gpu() -> None:
-    model = copy.deepcopy(decoder()).to(DEVICE)
-    dynorm.convert_model(model, moved(of_tokens(0), DEVICE), refine=0)
+    model = decoder().to(DEVICE)
+    dynorm.convert_model(model, moved(of_tokens(0), DEVICE), refine=0, steps=0)
     model.train()
     with dynorm.Monitor(model) as monitor:
         model(blocks(4, 2).to(DEVICE)).logits.square().mean().backward()
@@ -266,8 +289,8 @@ def test_a_monitor_of_a_model_on_a_gpu() -> None:
 
 
 def test_a_model_is_loaded_on_a_gpu(tmp_path: Path) -> None:
-    model = copy.deepcopy(decoder()).to(DEVICE)
-    dynorm.convert_model(model, moved(of_tokens(0), DEVICE), refine=0)
+    model = decoder().to(DEVICE)
+    dynorm.convert_model(model, moved(of_tokens(0), DEVICE), refine=0, steps=0)
     tokens = blocks(4, 2).to(DEVICE)
     expected = model(tokens).logits
     dynorm.save(model, tmp_path / "model")

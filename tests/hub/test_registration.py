@@ -88,7 +88,6 @@ except OSError as error:
 
 
 PROGRAM = """
-import multiprocessing
 import sys
 
 import transformers
@@ -99,10 +98,6 @@ def load(folder):
 
 def main():
     load(sys.argv[1])
-    if "child" in sys.argv:
-        child = multiprocessing.get_context("spawn").Process(target=load, args=sys.argv[1:2])
-        child.start()
-        child.join()
 
 if __name__ == "__main__":
     main()
@@ -149,13 +144,6 @@ def test_programs_that_build_the_model_themselves(tmp_path: Path) -> None:
     run = ran(tmp_path, "-c", WAYS, model, *ways)
     assert "import dynorm before you load this model" in run.stderr
     assert run.stdout.splitlines() == ["0:", "1:DyISRU", "2:DyISRU"]
-    # In every process of Python, the program's children too, and only if it uses transformers.
-    site = snippets("docs/howto/programs.md")[0]
-    assert site.startswith("# sitecustomize.py\n")
-    (tmp_path / "sitecustomize.py").write_text(site, "utf-8")
-    assert ran(tmp_path, "-m", "program", model, "child").stdout.splitlines() == ["DyISRU"] * 2
-    idle = ran(tmp_path, "-c", "import sys; print('torch' in sys.modules)")
-    assert idle.stdout.split() == ["False"]
 
 
 def test_a_quantization_config_may_be_read_before_any_model_is_imported(tmp_path: Path) -> None:
