@@ -46,7 +46,11 @@ def test_the_card_is_our_own_and_keeps_the_license(
     assert [stages[name]["samples"] for name in ("calibrate", "refine")] == [24, 16]
     own = words_of(out / "model" / "README.md")
     assert own.startswith("--- license: mit language: - en base_model: tiny-v1.5 tags: - dynorm")
-    for fact in ("4 norms replaced by DyISRU and DyT", "Kept: embeddings.LayerNorm", "import dynorm"):
+    for fact in (
+        "4 norms replaced by DyISRU and DyT",
+        "Kept: embeddings.LayerNorm",
+        "import dynorm",
+    ):
         assert fact in own
     assert (out / "model" / "README.original.md").read_text() == card
     assert "4 norms replaced by DyISRU and DyT" in words_of(out / "report.html")

@@ -74,7 +74,9 @@ def test_an_encoder_is_distilled_and_compared_by_its_class_token(
     assert len(report.sites) == 5
     counts = [report.meta[name] for name in ("images_to_fit", "crops", "images_held_out")]
     assert counts == [16, CROPS, 8]
-    first, *_, last = (stage["output"] for stage in report.meta["stages"].values() if "output" in stage)
+    first, *_, last = (
+        stage["output"] for stage in report.meta["stages"].values() if "output" in stage
+    )
     assert last["cosine_mean"] > first["cosine_mean"]
     worst = Crop(images / report.meta["worst_sample"])
     batch = image_inputs(load_pretrained(vision), [], [], {}).batches([worst], 1)[0]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from dynorm.cli import app
 from dynorm.errors import ArgumentError, DynormError, StorageError
@@ -17,7 +18,6 @@ from dynorm.jobs import load_pretrained
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.recipe import Recipe
 from dynorm.replace.converted import dynorm_layers
-from typer.testing import CliRunner
 
 QUICK = Recipe(refine=2, steps=0, held_out=16, max_length=16, batch=8, calibration=24)
 pytestmark = pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
@@ -33,7 +33,10 @@ def test_an_encoder_is_written_as_a_folder_that_loads(
     names = {"model", "report.json", "report.html", "recipe.json"}
     assert {path.name for path in out.iterdir()} == names
     assert json.loads((out / "report.json").read_text()) == json.loads(json.dumps(report.to_dict()))
-    kinds = [type(layer).__name__ for layer in dynorm_layers(load_pretrained(out / "model").model).values()]
+    kinds = [
+        type(layer).__name__
+        for layer in dynorm_layers(load_pretrained(out / "model").model).values()
+    ]
     assert kinds == ["DyT", "DyT", "DyISRU", "DyISRU"]
     lines = "\n".join(said)
     assert "without training, in" in lines
@@ -85,9 +88,7 @@ def test_outputs_are_apart_from_their_source(encoder: Path, texts: Path, tmp_pat
             convert_pretrained(source, out, QUICK, texts=[texts], overwrite=True)
 
 
-def test_the_command_takes_layers_by_globs(
-    encoder: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_the_command_takes_layers_by_globs(encoder: Path, texts: Path, tmp_path: Path) -> None:
     words = ["convert", str(encoder), str(tmp_path / "out"), "--texts", str(texts), "--json"]
     words += ["--held-out", "16", "--max-length", "16", "--refine", "0", "--steps", "0"]
     done = CliRunner().invoke(app, [*words, "--to", "dyt", "--to", "embeddings.*=keep"])

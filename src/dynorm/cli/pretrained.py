@@ -46,7 +46,7 @@ MaxLength = Annotated[
     int | None,
     typer.Option(
         help="Longest text in tokens; for a language model, the size of the blocks that joined "
-        "texts are cut into. Default: 128, or 256 for a language model."
+        "texts are cut into. Default: 64, or 256 for a language model."
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
@@ -128,10 +128,7 @@ def convert(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(
-            help="Steps of distillation, 0 for none. Default: 400 for a text encoder, 300 for a "
-            "model of language or images."
-        ),
+        typer.Option(help="Steps of distillation, 0 for none. Default: 300."),
     ] = Recipe.steps,
     refine: Annotated[
         int,
