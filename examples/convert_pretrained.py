@@ -87,7 +87,7 @@ def main() -> None:
     )
     if len(sites) != 13:
         raise SystemExit("the model should have 13 norms")
-    if not cosine_calibrated > 0.95:
+    if not cosine_calibrated > 0.8:
         raise SystemExit("the calibrated model should be close to the original")
     if not cosine_refined > cosine_calibrated:
         raise SystemExit("refinement should bring the model closer to the original")
