@@ -65,6 +65,9 @@ def lacking(source: str, where: str) -> list[str]:
         if name not in FACTORIES:
             continue
         given = {keyword.arg for keyword in node.keywords}
+        # Options for several calls, whose names are not in the call.
+        if None in given:
+            continue
         # A generator takes its device first.
         has_device = "device" in given or (name == "Generator" and bool(node.args))
         call = f"{where}: {ast.unparse(node)}"

@@ -248,7 +248,7 @@ class _TensorSums:
 
     def error(self, samples: int) -> float | None:
         """Return the root of the squared error over the spread; None if nothing varies."""
-        mean = torch.as_tensor(self.output) / samples
+        mean = torch.as_tensor(self.output, device="cpu") / samples
         spread = self.square - samples * float(mean.square().sum())
         if not spread > 1e-12 * self.square:
             return None

@@ -80,13 +80,13 @@ class Reservoir:
     def __init__(self, size: int, seed: int) -> None:
         self._size = size
         self._generator = torch.Generator("cpu").manual_seed(seed)
-        self._keys = torch.empty(0, device="cpu")
+        self._keys = torch.empty(0, dtype=torch.float32, device="cpu")
         self.x = torch.empty(0, dtype=torch.float64, device="cpu")
         self.y = self.x
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """Add pairs: those with the largest random keys stay."""
-        keys = torch.rand(x.numel(), generator=self._generator, device="cpu")
+        keys = torch.rand(x.numel(), generator=self._generator, dtype=torch.float32, device="cpu")
         new = keys.topk(min(self._size, len(keys)))
         index = new.indices.to(x.device)
         x = torch.cat([self.x, x.flatten()[index].double().cpu()])

@@ -114,7 +114,7 @@ def _mean_divergence(theirs: Tensor, ours: Tensor, batch: Batch) -> Tensor:
         target_rows = target_rows[valid]
         output_rows = output_rows[valid]
     size = max(1, _CHUNK // theirs.shape[-1])
-    total = torch.zeros((), device=ours.device)
+    total = torch.zeros((), dtype=torch.float32, device=ours.device)
     chunks = zip(torch.split(target_rows, size), torch.split(output_rows, size), strict=True)
     for target, output in chunks:
         # Computed again for the gradient: all logits at once would be held in float32 six times.
