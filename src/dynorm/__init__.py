@@ -2,30 +2,36 @@
 
 Where things are: a norm is recognised in ``find/probe.py``, by the formula in ``find/recover.py``,
 and replaced in ``replace/convert.py``; calibration is ``fit/calibrate.py``; a reason not to fold is
-raised where it is found, in ``fold/`` or ``stream/``; a new function begins as a row of
+raised where it is found, in ``fold/``; a new function begins as a row of
 ``family.py``.
 """
 
 import sys
+from importlib import import_module
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from dynorm import errors, functional, layers, report, theory, version
+from wrapt import register_post_import_hook
+
+from dynorm import errors, functional, layers, theory, version
 from dynorm.errors import DynormError
 from dynorm.find import find_norms
 from dynorm.fit.calibrate import calibrate_
 from dynorm.fit.initialize import init_from_batch_
 from dynorm.fit.refine import refine_
 from dynorm.fold import fold_
-from dynorm.hub import load, save
-from dynorm.jobs.convert_model import convert_model
 from dynorm.layers import Derf, DyISRU, DyT, LinearControl, param_groups
 from dynorm.recipe import Recipe
 from dynorm.replace import convert_, restore_
-from dynorm.report import inspect_norms, measure
 from dynorm.train import AnnealSchedule, AnnealStart, finalize_, set_anneal_
 from dynorm.train.distill import distill_
 from dynorm.train.monitor import Monitor
+
+if TYPE_CHECKING:
+    from dynorm import report
+    from dynorm.hub import load, save
+    from dynorm.jobs.convert_model import convert_model
+    from dynorm.report import inspect_norms, measure
 
 __version__ = version.__version__
 
@@ -62,6 +68,16 @@ __all__ = [
     "theory",
 ]
 
+# Rooms that most programs do not use, and the functions in them: imported at their first use.
+_LATE_ROOMS = ("hub", "jobs", "report")
+_LATE = {
+    "convert_model": "dynorm.jobs.convert_model",
+    "inspect_norms": "dynorm.report",
+    "load": "dynorm.hub",
+    "measure": "dynorm.report",
+    "save": "dynorm.hub",
+}
+
 
 class _FoldRoom(ModuleType):
     """The module ``dynorm.fold``, which says what to call if it is called."""
@@ -77,12 +93,33 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> NoReturn:
-    """Name the verb that changes its model, or the module that has the name."""
+def __getattr__(name: str) -> Any:
+    """Import what is used late; name the verb that changes its model, or the module of a name."""
+    if name in _LATE_ROOMS:
+        return import_module(f"dynorm.{name}")
+    if name in _LATE:
+        value = getattr(import_module(_LATE[name]), name)
+        globals()[name] = value
+        return value
     message = f"module {__name__!r} has no attribute {name!r}"
     if f"{name}_" in __all__:
         message += f": call dynorm.{name}_, which changes the model"
-    for module in (errors, layers, report):
+    for place in ("errors", "layers", "report"):
+        module = import_module(f"dynorm.{place}")
         if isinstance(getattr(module, name, None), type):
             message += f": it is {module.__name__}.{name}"
     raise AttributeError(message)
+
+
+# `import dynorm` must not import transformers, but its from_pretrained must know converted models
+# in either order of the two imports. transformers looks for no plugins, so wrapt imports and calls
+# these functions when a module is imported, or at once if it has been. A program may read the
+# quantization_config of a folder before it imports any model.
+_HOOKS = {
+    "transformers.quantizers.auto": "dynorm.hub.api:register_quantizer",
+    "transformers.modeling_utils": "dynorm.hub.api:register_with_transformers",
+    "transformers.trainer_pt_utils": "dynorm.hub.decay:leave_out_of_decay",
+    "transformers.pytorch_utils": "dynorm.hub.decay:name_as_norms",
+}
+for _module, _function in _HOOKS.items():
+    register_post_import_hook(_function, _module)

@@ -20,7 +20,6 @@ from dynorm.wrappers import unwrapped
 
 _TRANSFORMERS_CONFIG = "config.json"
 MODELING = "transformers.modeling_utils"
-QUANTIZERS = "transformers.quantizers.auto"
 
 
 def save(

@@ -10,9 +10,6 @@ from torch import nn
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 
-PARAMETER_NAMES = "transformers.trainer_pt_utils"
-NORM_CLASSES = "transformers.pytorch_utils"
-
 # The layers of a converted model, and the norms that remain after a fold.
 _OURS = (PointwiseNorm, RMSNorm)
 
