@@ -151,9 +151,6 @@ def test_norms_inside_of_an_adapter_are_converted_with_a_warning(tmp_path: Path,
     assert any(
         "log_beta" in name for name in load_file(tmp_path / "adapter/adapter_model.safetensors")
     )
-    # A fresh base would drop the constants: peft only says so to those who ask.
-    with pytest.raises(dynorm.errors.StorageError, match=r"loaded.*converted"):
-        peft.PeftModel.from_pretrained(unconverted(), str(tmp_path / "adapter"))
     # Merged, it is an ordinary converted model.
     tuned = first(lora)
     merged = lora.merge_and_unload()

@@ -59,8 +59,8 @@ class Losses(TrainerCallback):
             self.path.append(logs.get("t"))
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-        beta = next(iter(dynorm_layers(model).values())).beta()
-        self.constants.append(float(beta.detach()))
+        for layer in list(dynorm_layers(model).values())[:1]:
+            self.constants.append(float(layer.beta().detach()))
 
 
 def trainer(
