@@ -176,6 +176,10 @@ def test_every_sentence_can_be_shown(statement: Statement) -> None:
             assert "\\" not in "".join(ElementTree.fromstring(element).itertext())
 
 
+def test_indices_and_products_of_greek_letters_in_a_terminal() -> None:
+    assert as_text(r"$s\,\beta_i(x)$") == "s β_i(x)"
+
+
 def test_symbols_are_not_repeated() -> None:
     shown = [latex(real(name)) for name in SYMBOLS]
     assert len(shown) == len(set(shown))

@@ -31,7 +31,8 @@ RELATIONS = {"=": "=", "!=": r"\neq", ">=": r"\geq", ">": ">"}
 
 # LaTeX's commands, as they are shown in a terminal.
 _AS_TEXT = (
-    (r"\\(left|right|limits|mathrm|,)", ""),
+    (r"\\(left|right|limits|mathrm)", ""),
+    (r"\\,", " "),
     (r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"(\1)/(\2)"),
     (r"\\sqrt\{([^{}]*)\}", r"√(\1)"),
     (r"\\tilde\{(\w)\}", r"\1~"),
@@ -47,7 +48,7 @@ _AS_TEXT = (
     (r"\\prime", "′"),
     (r"\\top", "⊤"),
 )
-_GREEK = re.compile(r"\\(alpha|beta|gamma|delta|mu|sigma|tau)\b")
+_GREEK = re.compile(r"\\(alpha|beta|gamma|delta|mu|sigma|tau)(?![a-z])")
 
 
 class Printer(LatexPrinter):  # type: ignore[misc]
