@@ -263,27 +263,17 @@ def inspection_table() -> str:
     """Return the comparison of section 4 on real activations: one row per model."""
     rows = []
     for name, report in load("inspection")["models"].items():
-        summary = report["summary"]
-        best = summary["outliers_best"]
-        rows.append(
-            [
-                name,
-                str(summary["sites"]),
-                str(summary["holds"]),
-                f"{best['dyisru']}, {best['dyt']}, {best['linear']}",
-                str(summary["core_holds"]),
-            ]
-        )
-    return lines_of(
-        [
-            "model",
-            "norms",
-            "DyISRU below DyT on outliers",
-            "smallest residual: DyISRU, DyT, linear",
-            "DyISRU below DyT on all channels",
-        ],
-        rows,
-    )
+        cells = [name, str(len(report["sites"]))]
+        for part in ("outliers", "core"):
+            errors = [site[part]["errors"] for site in report["sites"]]
+            least = [min(figures, key=figures.__getitem__) for figures in errors]
+            holds = sum(figures["dyisru"] < figures["dyt"] for figures in errors)
+            counts = [str(least.count(kind)) for kind in ("dyisru", "dyt", "linear")]
+            cells += [str(holds), ", ".join(counts)]
+        rows.append(cells)
+    best = "least error: DyISRU, DyT, linear"
+    heads = ["model", "norms", "outliers: DyISRU below DyT", best, "all channels", best]
+    return lines_of(heads, rows)
 
 
 FAMILIES = {
