@@ -254,9 +254,7 @@ quickly = settings(deadline=None, derandomize=True, max_examples=60)
 
 @pytest.mark.parametrize("name", CORES)
 @quickly
-@given(
-    values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=16), constant=POSITIVE
-)
+@given(values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=16), constant=POSITIVE)
 def test_odd_monotone_and_bounded(name: str, values: list[float], constant: float) -> None:
     x = torch.tensor(values, dtype=torch.float64).sort().values
     y = CORES[name](x, constant)

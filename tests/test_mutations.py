@@ -82,7 +82,9 @@ def test_damaged_folders(tmp_path: Path) -> None:
             refused += 1
             # A load that is refused changes nothing.
             state = build().state_dict()
-            assert all(torch.equal(value, state[name]) for name, value in given.state_dict().items())
+            assert all(
+                torch.equal(value, state[name]) for name, value in given.state_dict().items()
+            )
         else:
             # A damaged weight may be NaN, and then its answer is.
             again = dynorm.load(work, build())

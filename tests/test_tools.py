@@ -95,5 +95,3 @@ def test_a_demo_with_other_options_is_compared_only_up_to_them() -> None:
     other = report_of(9, 0.9)
     other["meta"]["stages"]["calibrate"]["output"]["samples"] = 3
     assert "other samples were held out" in demo_figures.comparison(other, report_of(9, 0.8))
-
-

@@ -33,11 +33,7 @@ def watched() -> bool:
     """Return whether torch.compile, a torch.func transform, a mode or a tracer is active."""
     if torch.compiler.is_compiling():
         return True
-    # A loop, because a generator takes twice its time, and every layer asks at every call.
-    for watching in WATCHERS:
-        if watching():
-            return True
-    return False
+    return any(watching() for watching in WATCHERS)
 
 
 def check_positive(name: str, value: float) -> float:

@@ -69,8 +69,9 @@ def replaced_directory(
 
     After an error the old directory is unchanged. The new one is made next to the target, whose
     parent must exist, and renamed. ``overwrite`` allows a target that is empty or has one of the
-    ``markers``, those of a saved model. ``keep_others`` keeps its files that are not written by any save, such as a tokenizer or a
-    report, unless the block writes them. Failures are a StorageError.
+    ``markers``, those of a saved model. ``keep_others`` keeps its files that are not written by any
+    save, such as a tokenizer or a report, unless the block writes them. Failures are a
+    StorageError.
     """
     # Replace the target of a link, not the link.
     target = Path(os.path.realpath(directory))

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.snippet_cases import snippets
-
 from dynorm.hub import save
 from tests.hub.folders import fresh
 from tests.hub.models import bert

@@ -141,8 +141,6 @@ def test_a_model_that_was_wrapped_before_its_conversion(tmp_path: Path) -> None:
     assert len(report.sites) == 5
 
 
-
-
 @pytest.mark.parametrize("wrapper", ["checkpoint", "compiled"])
 def test_a_model_of_transformers(tmp_path: Path, wrapper: str) -> None:
     model = gpt2()

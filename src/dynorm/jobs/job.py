@@ -69,7 +69,9 @@ def load_job(
         found = read_texts(paths, whole=checkpoint.language_model)
     else:
         found = standard_library_docstrings(whole=checkpoint.language_model)
-    facts: JsonObject = {noun: [str(path) for path in paths] or "docstrings of the standard library"}
+    facts: JsonObject = {
+        noun: [str(path) for path in paths] or "docstrings of the standard library"
+    }
     if damaged:
         facts[f"{noun}_that_cannot_be_read"] = damaged
         say(f"left out {len(damaged)} files of {noun} that cannot be read: {listed(damaged)}")

@@ -126,7 +126,7 @@ def write_model(
     return loader
 
 
-def require_writable_with_code(model: "PreTrainedModel") -> None:
+def require_writable_with_code(model: PreTrainedModel) -> None:
     """Refuse a model that cannot be written with its code, before it is converted."""
     from dynorm.hub.code import require_one_dtype, stock_classes
 
