@@ -358,8 +358,16 @@ def renewed(page: str) -> str:
         start = START.format(name=name)
         before, rest = text.split(start)
         _, after = rest.split(END, 1)
-        text = f"{before}{start}\n{table()}\n{END}{after}"
+        text = f"{before}{start}\n{measured(table)}\n{END}{after}"
     return text
+
+
+def measured(table: Callable[[], str]) -> str:
+    """Return a table, or say that its results are not there."""
+    try:
+        return table()
+    except FileNotFoundError as error:
+        return f"Not measured for this version: there is no benchmarks/results/{Path(error.filename).name}."
 
 
 def main() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import lightning
@@ -22,21 +20,31 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers"),
 ]
 
-PAGE = Path(__file__).parents[2] / "docs" / "anneal.md"
 START, LENGTH, STEPS = 6, 3, 12
 
 
-def callback() -> Any:
-    """The class of the page, with a schedule that fits a short run."""
-    example = r"```python\nimport lightning\n+(class Anneal\(lightning.*?)```"
-    (lines,) = re.findall(example, PAGE.read_text("utf-8"), re.DOTALL)
-    short = lines.replace(
-        "start=0.6, length=0.3", f"start={START / STEPS}, length={LENGTH / STEPS}"
-    )
-    assert short != lines
-    names: dict[str, Any] = {"lightning": lightning, "dynorm": dynorm}
-    exec(short, names)
-    return names["Anneal"]()
+class Anneal(lightning.Callback):
+    """Annealing in Lightning; with accumulated gradients the start takes all batches of its step."""
+
+    schedule = dynorm.AnnealSchedule(start=START / STEPS, length=LENGTH / STEPS)
+    begun = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        total = int(trainer.estimated_stepping_batches)
+        self.schedule.apply_(module, trainer.global_step, total)
+        self.begin, _ = self.schedule.steps(total)
+        if trainer.global_step == self.begin and self.begun is None:
+            self.begun = dynorm.AnnealStart(module)
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if self.begun is not None and trainer.global_step > self.begin:
+            self.begun = self.begun.finish_()
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        if self.begun is not None:
+            self.begun = self.begun.cancel_()
 
 
 class Net(lightning.LightningModule):
@@ -65,7 +73,7 @@ def test_the_lines_of_the_page_do_what_the_callback_of_the_trainer_does(accumula
     x = torch.randn(512, 8)
     net = Net()
     trainer = lightning.Trainer(
-        max_steps=STEPS, accelerator="cpu", callbacks=[callback()], accumulate_grad_batches=accumulated,
+        max_steps=STEPS, accelerator="cpu", callbacks=[Anneal()], accumulate_grad_batches=accumulated,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, logger=False,
     )  # fmt: skip
     trainer.fit(net, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16))
@@ -104,7 +112,7 @@ def test_a_step_that_fails_leaves_torch_compile_on_and_the_model_unwatched() -> 
 
     net, x = Failing(), torch.randn(512, 8)
     trainer = lightning.Trainer(
-        max_steps=STEPS, accelerator="cpu", callbacks=[callback()], enable_progress_bar=False,
+        max_steps=STEPS, accelerator="cpu", callbacks=[Anneal()], enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=False, logger=False,
     )  # fmt: skip
     before = torch._dynamo.eval_frame._stance
