@@ -162,6 +162,6 @@ def _place_input(layout: Placement, module: nn.Module, inputs: Any, mesh: Device
 
 def _place_output(
     layout: Placement, local: bool, module: nn.Module, y: DTensor, mesh: DeviceMesh
-) -> Tensor:
+) -> Any:
     y = y.redistribute(mesh, [layout])
     return y.to_local() if local else y

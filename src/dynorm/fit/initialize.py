@@ -159,7 +159,7 @@ def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str, share: float) ->
         layer.log_gain.fill_(math.log(share * beta / typical))
         beta *= 1 - share
     layer.fill_constants_(beta, mean)
-    return variance**0.5
+    return float(variance**0.5)
 
 
 def _warn_of_bound(layer: PointwiseNorm, u: Tensor, path: str) -> None:

@@ -27,7 +27,7 @@ def nonnegative_least_squares(products: Array, targets: Array) -> Array:
         The solution, (n).
     """
     # Each unknown in a unit that makes the diagonal 1.
-    scale = 1 / np.sqrt(products.diagonal().clip(_TINY))
+    scale: Array = 1 / np.sqrt(products.diagonal().clip(_TINY))
     # Without the addition a matrix with two like columns has no solution.
     matrix = products * np.outer(scale, scale) + _ROUNDING * np.eye(len(targets))
     target = targets * scale

@@ -51,8 +51,8 @@ def register() -> None:
     quantizer.register(auto)
     kind = PreTrainedModel
     kind.save_pretrained = _describing(_original(kind.save_pretrained))
-    kind.from_pretrained = classmethod(_checked(_original(kind.from_pretrained)))  # type: ignore[arg-type]
-    kind._from_config = classmethod(_refusing(_original(kind._from_config)))  # type: ignore[arg-type]
+    kind.from_pretrained = classmethod(_checked(_original(kind.from_pretrained)))
+    kind._from_config = classmethod(_refusing(_original(kind._from_config)))
 
 
 def _original(method: Any) -> Any:
@@ -231,7 +231,8 @@ def read_transformers(folder: Path) -> nn.Module:
             f"the architectures in {folder / CONFIG} must name one class, got {names!r}"
         )
     cls: Any = getattr(transformers, names[0], None)
-    if not (inspect.isclass(cls) and issubclass(cls, PreTrainedModel)):
+    is_model = inspect.isclass(cls) and issubclass(cls, PreTrainedModel)
+    if not is_model:
         raise ModelError(
             "the class of the model must be one of transformers' to be found by its name, but "
             f"{names[0]} is not: call {names[0]}.from_pretrained({str(folder)!r})"

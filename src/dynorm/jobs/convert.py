@@ -56,6 +56,8 @@ def convert_pretrained(
     if remote_code:
         require_writable_with_code(model)
     recipe = job.recipe
+    assert recipe.batch is not None
+    assert recipe.calibration is not None
     inputs = job.inputs
     say(str(recipe))
     # Samples that calibration has not seen, if there are any.

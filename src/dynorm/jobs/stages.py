@@ -117,6 +117,7 @@ def _distilled(model: nn.Module, original: nn.Module, data: Data, recipe: Recipe
     # It imports transformers.
     from dynorm.jobs.progress import Progress
 
+    assert recipe.steps is not None
     return distill_(
         model,
         data.training,

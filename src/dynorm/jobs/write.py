@@ -70,6 +70,7 @@ def write_out(
     overwrite: bool,
     report: Any,
     *,
+    template: str,
     original: PreTrainedModel | None = None,
     recipe: Recipe | None = None,
     remote_code: bool = False,
@@ -78,7 +79,8 @@ def write_out(
     """Write a folder with a changed model and its report, as a whole or not at all.
 
     It gets ``model`` with its card and ``report.json``; ``original``, if that is given; and with a
-    recipe ``recipe.json`` and ``report.html``. ``card`` has arguments of :func:`write_card`.
+    recipe ``recipe.json`` and ``report.html``. The ``template`` and the rest, ``card``, are arguments
+    of :func:`write_card`.
     """
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with replaced_directory(
@@ -87,6 +89,7 @@ def write_out(
         loader = write_model(model, source, new / "model", remote_code=remote_code)
         write_card(
             new / "model",
+            template,
             loader=loader,
             needs_dynorm=is_changed(model) and not remote_code,
             needs_trust=remote_code,

@@ -89,7 +89,7 @@ def _problem(form: Form, x: Tensor, tensors: Iterable[Tensor | None]) -> list[ob
 
 def _addresses(tensors: Iterable[Tensor | None]) -> list[int]:
     """Return each tensor as the C++ side takes it: its address, and a code for dtype and size."""
-    numbers = []
+    numbers: list[int] = []
     for tensor in tensors:
         if tensor is None:
             numbers += (0, 0)

@@ -8,7 +8,7 @@ Second derivatives are those of the definition in ``dynorm.functional`` in every
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -91,8 +91,8 @@ def pointwise(
     if token_constant is not None:
         token_constant = token_constant.contiguous()
     if wants_gradient(x, *parameters, token_constant):
-        recorded: Tensor = _Pointwise.apply(form, x, *parameters, token_constant)
-        return recorded
+        record: Callable[..., Tensor] = _Pointwise.apply
+        return record(form, x, *parameters, token_constant)
     y: Tensor = _kernels_of(x).forward(form, x, parameters, token_constant)
     return y
 

@@ -7,6 +7,7 @@ the first call, not with this file.
 import importlib.util
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ def gradients(
             continue
         total = sums[role] if parameter.numel() > 1 else sums[role].sum()
         results.append(total.reshape(parameter.shape).to(parameter.dtype))
-    if has_token and by_token is not None:
+    if by_token is not None and token_constant is not None:
         results.append(by_token.sum(0).reshape(token_constant.shape).to(token_constant.dtype))
     else:
         results.append(None)
@@ -135,7 +136,7 @@ def _backward(
     all_steps = ceil_divide(rows, block_rows)
     steps = max(ceil_divide(all_steps, max(_PROGRAMS // blocks, 1)), 1)
     chunks = ceil_divide(all_steps, steps)
-    options = {"dtype": dtype, "device": x.device}
+    options: dict[str, Any] = {"dtype": dtype, "device": x.device}
     grad_x = torch.empty_like(x) if need_x else None
     partial_sums = torch.empty(chunks, 5, channels, **options) if need_sums else None
     by_token = torch.empty(blocks, rows, **options) if need_token else None

@@ -137,8 +137,8 @@ def convert_(
     require_plain_model(model)
     _require_sites(model, sites)
     options = chosen_options(sites, by_glob)
-    replaceable = []
-    refused = []
+    replaceable: list[NormSite] = []
+    refused: list[NormSite] = []
     skipped = []
     for found in sites:
         site = found

@@ -12,8 +12,9 @@ from dynorm.table import Table
 if TYPE_CHECKING:
     from dynorm.report.output import OutputReport
 
-# The records import this file, which cannot import them.
-SiteReport = ModelReport = InspectionReport = Any
+    # The records import this file.
+    from dynorm.report.records import InspectionReport, ModelReport, SiteReport
+
 Figures = Mapping[str, Any]
 
 # The bounds of a little and of some lost quality: more is much.
