@@ -1,4 +1,4 @@
-"""Quantize a converted model to int8 with torchao, as any other model: its layers stay in floats."""
+"""Quantize the weights of a converted model to int8 with torchao, as any other model: its layers stay in floats."""
 
 import copy
 import logging
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import cosine_similarity
-from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import AutoModel, AutoTokenizer
 
 import dynorm
@@ -26,7 +26,7 @@ def main() -> None:
     dynorm.calibrate_(model, [batch])
 
     quantized = copy.deepcopy(model)
-    quantize_(quantized, Int8DynamicActivationInt8WeightConfig())
+    quantize_(quantized, Int8WeightOnlyConfig())
     with torch.no_grad():
         expected = model(**batch).last_hidden_state
         hidden = quantized(**batch).last_hidden_state

@@ -63,7 +63,7 @@ def convert(
         teacher=shard(load()),
         steps=steps,
         lr=lr,
-        bf16=True,
+        bf16=torch.cuda.is_available(),
     )
     # All processes take part in this.
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)

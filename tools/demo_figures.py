@@ -91,7 +91,7 @@ def _rows(title: str, ours: Report, theirs: Report) -> list[Row]:
         expected = theirs.get(name)
         if measured is None or expected is None:
             continue
-        rows.append((title, words, measured, expected))
+        rows.append((title, words, f"{measured:.4f}", f"{expected:.4f}"))
         title = ""
     return rows
 

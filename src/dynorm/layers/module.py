@@ -160,7 +160,7 @@ class PointwiseModule(nn.Module):
         # A number beyond the dtype's range becomes the largest in it: an infinite alpha would turn
         # an input of 0 into NaN.
         largest = torch.finfo(stored.dtype).max
-        stored.copy_(self.constant_from(value).to(stored.dtype).clamp(-largest, largest))
+        store_(stored, self.constant_from(value).to(stored.dtype).clamp(-largest, largest))
 
     @torch.inference_mode(False)
     def set_witnesses_(
@@ -237,7 +237,7 @@ class PointwiseModule(nn.Module):
         for name in self.constants[1:]:
             self.get_parameter(name).zero_()
         if self.center is not None:
-            self.center.copy_(torch.as_tensor(center, device=self.center.device))
+            store_(self.center, torch.as_tensor(center, device=self.center.device))
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, except device and dtype, as values for JSON."""
@@ -304,3 +304,14 @@ def _shown(constant: Tensor) -> str | None:
     if low != high:
         text += f" to {float(high):.4g}"
     return text
+
+
+def store_(parameter: nn.Parameter, value: Tensor) -> None:
+    """Write a value that broadcasts into a parameter; into a sharded one, this rank's part."""
+    if hasattr(parameter, "device_mesh"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(parameter, DTensor)
+        value = value.to(parameter.device, parameter.dtype).expand(parameter.shape).contiguous()
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    parameter.copy_(value)

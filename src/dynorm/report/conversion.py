@@ -68,6 +68,7 @@ def measure(
         CalibrationWarning: layers have default constants.
 
     Example:
+        >>> import copy
         >>> original = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
         >>> model = copy.deepcopy(original)
         >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
