@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError
 
-Axes = int
 Constant = float | Tensor
 Shape = int | Sequence[int]
 
 MOST_WITNESSES = 16
 """The largest number of witnesses: a sum over more channels is a norm again."""
-MOST_CHOSEN = MOST_WITNESSES
 
 # Calls that show whether something watches operations one by one: functorch's transforms, modes,
 # torch.jit.trace. Each returns None, 0 or False if not.

@@ -88,11 +88,6 @@ class AnnealedNorm(PointwiseNorm):
         self._follow()
         return self._position
 
-    @property
-    def set_to(self) -> float:
-        """Return the t of the last :meth:`set_t_`; :attr:`position` also follows direct writes."""
-        return self._position
-
     def set_t_(self, t: float) -> None:
         """Set how far the layer is annealed: 0 is the norm, 1 the point-wise function.
 

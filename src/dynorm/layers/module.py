@@ -225,11 +225,6 @@ class PointwiseModule(nn.Module):
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    @property
-    def dims(self) -> tuple[int]:
-        """Return ``dim`` as a tuple of one."""
-        return (self.dim,)
-
     @torch.no_grad()
     def fill_constants_(self, beta: Tensor | float, center: Tensor | float) -> None:
         """Set the slope by ``beta``, the centre if there is one, and every other constant to 0."""
