@@ -539,6 +539,41 @@ def test_a_reference_that_is_not_called_does_no_harm() -> None:
     assert [site.refused for site in find_norms(model, torch.randn(4, C))] == [None, None]
 
 
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (lambda norm, x: (x.var(-1, keepdim=True) + norm.eps).rsqrt(), "eps"),
+        (lambda norm, x: x if norm.elementwise_affine else x + 1, "elementwise_affine"),
+        (lambda norm, x: F.layer_norm(x, norm.normalized_shape, norm.weight), "weight"),
+        (lambda norm, x: norm.bias + x, "bias"),
+    ],
+)
+def test_a_norm_that_the_model_uses_outside_of_its_call_is_refused(use: Any, name: str) -> None:
+    model = Wrap(lambda self, x: self.norm(x) + use(self.norm, x), norm=nn.LayerNorm(C))
+    site = find_norms(model, torch.randn(4, C))[0]
+    assert f"uses its {name!r} outside of its call" in str(site.refused)
+    with pytest.raises(ModelError, match="norm: the model uses its"):
+        dynorm.convert_(model, [site])
+
+
+def test_the_model_may_read_what_a_layer_has_too() -> None:
+    def forward(self: Wrap, x: Tensor) -> Tensor:
+        x = x.to(self.norm.weight.device, self.norm.weight.dtype)
+        return self.norm(x).view(-1, *self.norm.normalized_shape)
+
+    assert only(Wrap(forward, norm=nn.LayerNorm(C)), torch.randn(4, C)).refused is None
+
+
+def test_a_model_that_reads_eps_in_another_mode_is_no_success() -> None:
+    def forward(self: Wrap, x: Tensor) -> Tensor:
+        return self.norm(x) if self.training else self.norm(x) * (1 + self.norm.eps)
+
+    model, x = Wrap(forward, norm=nn.LayerNorm(C)), torch.randn(4, C)
+    dynorm.convert_(model, find_norms(model, x))
+    with pytest.raises(DataError, match=r"TypeError.*NoEps"):
+        dynorm.calibrate_(model, [x])
+
+
 def test_layers_and_parametrizations_are_left_out() -> None:
     linear = nn.Linear(C, C)
     parametrize.register_parametrization(linear, "weight", Norm(lambda self, x: unit(x)))

@@ -1,7 +1,7 @@
 """Find the norms of a model by their behaviour.
 
-``probe.py`` watches a run and decides which modules are norms; ``recover.py`` finds the formula of
-each.
+``watch.py`` observes the modules in a run, ``probe.py`` decides which of them are norms, and
+``recover.py`` finds the formula of each.
 """
 
 from dynorm.find.probe import find_norms

@@ -3,18 +3,12 @@
 import math
 import re
 from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeGuard
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils._pytree import tree_leaves
 
-from dynorm.batches import Inputs, call_hint, copied_tensors, example_arguments, site_tokens
-from dynorm.errors import DataError
+from dynorm.batches import copied_tensors, example_arguments, site_tokens
 from dynorm.find.recover import (
     ANOTHER_DTYPE,
     HALF_TOLERANCE,
@@ -25,230 +19,14 @@ from dynorm.find.recover import (
     recover,
 )
 from dynorm.find.tokens import named_tensors, plain_arithmetic
-from dynorm.guard import (
-    HOOK_TABLES,
-    Function,
-    FunctionMode,
-    require_plain_model,
-    undisturbed,
-    writes_of,
-)
+from dynorm.find.watch import Observation, observe
+from dynorm.guard import require_plain_model, undisturbed
 from dynorm.site import UNIT_LENGTH, NormSite
 
-_IN_PLACE = (
-    "modifies its input in place: a model that uses the input again, as a residual, would change; "
-    "let it compute on a copy, x.clone(), since x.float() copies only other dtypes than float32"
-)
 _PATCHED = (
     "another forward was set on this instance, as Liger-Kernel does, and a replacement would drop "
     "it: undo the patch, or convert first and patch the other modules then"
 )
-_ELSEWHERE = (
-    "the model calls this norm by another reference than its path, such as a list, dict, function "
-    "or helper object that also holds the module: call it by its path, self.norm(x)"
-)
-
-_FUNCTIONS = {
-    functional.layer_norm,
-    functional.rms_norm,
-    torch.layer_norm,
-    torch.native_layer_norm,
-    torch.rms_norm,
-}
-
-
-class _Input(NamedTuple):
-    """The input of a call, as it was before the call."""
-
-    value: Tensor
-    writes: int | None
-
-    def differs_from(self, now: Tensor) -> bool:
-        """Return whether the call wrote into its input."""
-        if writes_of(now) != self.writes:
-            return True
-        # torch does not count a write through .data or by a kernel. NaN is not equal to itself.
-        return not torch.equal(now.nan_to_num(), self.value.nan_to_num())
-
-
-@dataclass
-class Observation:
-    """One module, as a run showed it."""
-
-    module: nn.Module
-    paths: list[str]  # all of them, the first one of ``named_modules`` leading
-    # What stands at its paths during the run; None if that is the module itself.
-    twin: nn.Module | None = None
-    calls: int = 0
-    # Why its calls cannot be those of a norm.
-    problem: str | None = None
-    # Why it cannot be replaced even if it is a norm.
-    obstacle: str | None = None
-    # The distinct shapes of its input, in order.
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
-    # The dtypes of its input and output at the first call.
-    dtype: torch.dtype = torch.float32
-    output_dtype: torch.dtype = torch.float32
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    autocast: bool = False
-    # Some tokens of the first call, in and out, by the axis that may hold the channels.
-    samples: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    # The norm functions that its own forward called.
-    functions: set[str] = field(default_factory=set)
-
-    def is_light(self, shape: tuple[int, ...]) -> bool:
-        """Return whether every parameter could be the scale or shift of a norm, not a matrix."""
-        return all(p.numel() <= max(shape) for p in self.module.parameters())
-
-    def input_of(self, args: tuple[object, ...]) -> _Input | None:
-        """Return the input of a call that begins, if it may be that of a norm."""
-        x = args[0] if args else None
-        if not _is_plain(x) or not self.is_light(x.shape):
-            return None
-        return _Input(x.detach().clone(), writes_of(x))
-
-    def record(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, object],
-        output: Any,
-        before: _Input | None,
-    ) -> None:
-        """Record one call; ``before`` is its input as it was when the call began."""
-        # An expert that no token was sent to.
-        if args and isinstance(args[0], Tensor) and args[0].numel() == 0:
-            return
-        self.calls += 1
-        self.problem = self.problem or _problem(args, kwargs, output)
-        if self.problem is not None:
-            return
-        x = args[0]
-        shape = tuple(x.shape)
-        if shape not in self.shapes:
-            self.shapes.append(shape)
-        was_modified = before is not None and before.differs_from(x)
-        if was_modified:
-            self.obstacle = self.obstacle or _IN_PLACE
-        is_identity = output is x and not was_modified
-        if self.calls > 1 or before is None or is_identity:
-            return
-        self.dtype = x.dtype
-        self.output_dtype = output.dtype
-        self.device = x.device
-        self.autocast = torch.is_autocast_enabled(x.device.type)
-        for axis in candidate_axes(self.module, shape):
-            # All channels, but of every other axis two entries, are enough for the last check.
-            part = tuple(slice(None) if k == axis else slice(2) for k in range(x.ndim))
-            # Cloned at once: later parts of the model may write into it.
-            self.samples[axis] = (before.value[part].clone(), output[part].detach().clone())
-
-
-def _problem(
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-    output: object,
-) -> str | None:
-    extras = (*args[1:], *kwargs.values())
-    if args and any(isinstance(leaf, Tensor) for leaf in tree_leaves(extras)):
-        return "takes another tensor along: gated or adaptive"
-    if extras or not args:
-        return "other arguments: a point-wise layer takes one tensor, by position"
-    x = args[0]
-    if not _is_plain(x) or not _is_plain(output):
-        return "not tensor to tensor: it does not take and return one floating-point tensor"
-    if x.shape != output.shape:
-        return "another shape: its output is not shaped as its input"
-    return None
-
-
-def _is_plain(value: object) -> TypeGuard[Tensor]:
-    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested:
-        return False
-    return value.is_floating_point() and value.ndim > 0 and value.numel() > 0
-
-
-class _Run(FunctionMode):
-    """The observations of one run of a model, kept by hooks on its modules."""
-
-    def __init__(self, observations: list[Observation]) -> None:
-        super().__init__()
-        self._by_id: dict[int, Observation] = {}
-        for seen in observations:
-            self._by_id[id(seen.module)] = seen
-            if seen.twin is not None:
-                self._by_id[id(seen.twin)] = seen
-        # The module calls that are running, the innermost last, each with its input if it matters.
-        self._running: list[tuple[Observation | None, _Input | None]] = []
-        # By the id of the module, in the order in which they returned.
-        self.called: dict[int, Observation] = {}
-
-    def enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        """Note that a call begins."""
-        seen = self._by_id.get(id(module))
-        before = None
-        if seen is not None:
-            before = seen.input_of(args)
-            if seen.twin is not None and module is seen.module:
-                seen.obstacle = _ELSEWHERE
-        self._running.append((seen, before))
-
-    def record(
-        self,
-        module: nn.Module,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-        output: object,
-    ) -> None:
-        """Note the output of the innermost call."""
-        seen, before = self._running[-1]
-        if seen is not None:
-            seen.record(args, kwargs, output, before)
-            if seen.calls:
-                self.called.setdefault(id(seen.module), seen)
-
-    def leave(self, *_: object) -> None:
-        """Note that the innermost call ends."""
-        self._running.pop()
-
-    def call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note which module's forward calls a norm as a function."""
-        if func in _FUNCTIONS and self._running and self._running[-1][0] is not None:
-            self._running[-1][0].functions.add(func.__name__)
-        return super().call(func, args, kwargs)
-
-
-def _twin_of(module: nn.Module) -> nn.Module | None:
-    """Return another object with the state of a module; None if it has matrices or hooks."""
-    # A norm has none; and a hook of the user may know its module by identity.
-    has_matrix = any(max(p.shape, default=1) != p.numel() for p in module.parameters())
-    if has_matrix or any(vars(module).get(table) for table in HOOK_TABLES):
-        return None
-    twin = object.__new__(type(module))
-    object.__setattr__(twin, "__dict__", vars(module))
-    return twin
-
-
-@contextmanager
-def _twins(model: nn.Module, observations: list[Observation]) -> Iterator[None]:
-    """Put twins in the place of modules, so that a call of a module itself shows.
-
-    It then came by a reference that a replacement would not reach.
-    """
-    twins = {seen.module: seen.twin for seen in observations if seen.twin is not None}
-    places = []
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if child in twins:
-                places.append((parent._modules, name, child))
-    try:
-        for table, name, child in places:
-            table[name] = twins[child]
-        yield
-    finally:
-        for table, name, child in places:
-            if table.get(name) is twins[child]:
-                table[name] = child
-
 
 _OTHER_NORMS: tuple[tuple[type[nn.Module], str, str], ...] = (
     (
@@ -321,67 +99,28 @@ def find_norms(
     require_plain_model(model)
     example = copied_tensors(example_arguments(model, args, kwargs))
     with undisturbed(model, example) as put_back:
-        search = NormSearch(model, example)
+        observations = observe(model, example)
         put_back()
-        return search.norms()
+        return NormSearch(observations).norms()
 
 
 class NormSearch:
-    """The search for the norms of a plain model: one run of it, in which its modules are watched.
+    """The norms among the modules that a run has shown, and why others are none."""
 
-    The caller undoes all changes of the model, and passes an example that the run may write into.
-    Layers of dynorm and parametrizations of weights, and the modules inside them, are left out.
-
-    Raises:
-        DataError: the model raises on this input.
-    """
-
-    def __init__(self, model: nn.Module, example: Inputs) -> None:
-        left_out: set[nn.Module] = set()
-        for module in model.modules():
-            if getattr(module, "_dynorm_layer", False) or isinstance(module, ParametrizationList):
-                left_out.update(module.modules())
-        by_module: dict[nn.Module, Observation] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            if module not in left_out:
-                seen = by_module.setdefault(module, Observation(module, []))
-                seen.paths.append(path)
-                if module is not model:
-                    seen.twin = _twin_of(module)
-        self._observations = list(by_module.values())
+    def __init__(self, observations: list[Observation]) -> None:
+        self._observations = observations
         # Of the modules that were considered until now.
         self._sites: dict[nn.Module, NormSite] = {}
         # Those that are norms, replaceable or not.
         self._norms: set[nn.Module] = set()
         self._known: dict[Hashable, NormSite | NotANormError] = {}
-        self._run = _Run(self._observations)
-        try:
-            self._watch(model, example)
-        except Exception as error:
-            raise DataError(
-                "the model could not be run on the example, which must fit its forward: "
-                f"it raised {type(error).__name__}: {error}{call_hint(example[0])}"
-            ) from error
-
-    def _watch(self, model: nn.Module, example: Inputs) -> None:
-        """Run the model with hooks that record all calls."""
-        with self._run, _twins(model, self._observations), ExitStack() as hooks:
-            for module in model.modules():
-                for handle in (
-                    module.register_forward_pre_hook(self._run.enter),
-                    module.register_forward_hook(self._run.record, with_kwargs=True),
-                    # Always, because a parent may catch an exception of its child and continue.
-                    module.register_forward_hook(self._run.leave, always_call=True),
-                ):
-                    hooks.enter_context(handle)
-            args, kwargs = example
-            model(*args, **kwargs)
 
     def norms(self) -> list[NormSite]:
         """Return the norms in the order of their calls, then those that were never called."""
         with plain_arithmetic():
-            for seen in self._run.called.values():
-                self._consider(seen)
+            for seen in self._observations:
+                if seen.calls:
+                    self._consider(seen)
         self._add_uncalled()
         self._add_functions()
         return [replace(site, order=order) for order, site in enumerate(self._sites.values())]
@@ -447,7 +186,7 @@ class NormSearch:
             raise NotANormError(
                 f"several axes: it normalizes {tuple(declared)} together, a layer only one axis"
             )
-        if not seen.is_light(seen.shapes[0]):
+        if seen.has_matrix:
             raise NotANormError("holds matrices, or a scale that differs between positions")
         if not seen.samples and candidate_axes(seen.module, seen.shapes[0]):
             raise NotANormError("returns its input: it computes nothing")

@@ -28,6 +28,19 @@ class LayerArguments(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
+class NoEps:
+    """The eps of a module that has none: no number, and equal to nothing.
+
+    In eval mode ``nn.TransformerEncoderLayer`` calls its norms unless ``norm1.eps == norm2.eps``. A
+    model that computes with the eps of its norm gets a TypeError.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class PointwiseModule(nn.Module):
     """The part of a point-wise layer that is the same for every function."""
 
@@ -63,13 +76,9 @@ class PointwiseModule(nn.Module):
         return (self.channels,)
 
     @property
-    def eps(self) -> float:
-        """Not a number, so that ``nn.TransformerEncoderLayer`` calls the layer.
-
-        In eval mode it takes its fused LayerNorm path if ``norm1.eps == norm2.eps``; NaN equals
-        nothing.
-        """
-        return math.nan
+    def eps(self) -> NoEps:
+        """No number: see :class:`NoEps`."""
+        return NoEps()
 
     @property
     def first_constant(self) -> nn.Parameter:

@@ -1,6 +1,5 @@
 """RMSNorm with a bias and any channel axis: a LayerNorm whose input has no mean becomes it."""
 
-import math
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from dynorm.arguments import (
     upcast,
 )
 from dynorm.errors import ArgumentError
+from dynorm.layers.module import NoEps
 
 
 class RMSNorm(nn.Module):
@@ -76,9 +76,9 @@ class RMSNorm(nn.Module):
         self.register_parameter("bias", nn.Parameter(offset) if bias else None)
 
     @property
-    def eps(self) -> float:
-        """Not a number, which keeps ``nn.TransformerEncoderLayer`` off its fused LayerNorm path."""
-        return math.nan
+    def eps(self) -> NoEps:
+        """No number, which keeps ``nn.TransformerEncoderLayer`` off its fused LayerNorm path."""
+        return NoEps()
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` over its channels; the shape stays, and without ``promote`` the dtype.

@@ -11,6 +11,7 @@ from dynorm.arguments import check_module
 from dynorm.errors import CalibrationWarning, ModelError
 from dynorm.family import NAMES
 from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.layers.module import NoEps
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import NormSite
 from dynorm.wrappers import plain_modules, without_wrappers
@@ -35,8 +36,8 @@ def replaced_by(layer: nn.Module) -> Replaced | None:
 def identity() -> nn.Identity:
     """Return the module that takes the place of a norm when it is folded away."""
     module = nn.Identity()
-    # nn.TransformerEncoderLayer compares the eps of its norms; NaN is not equal to any.
-    module.eps = float("nan")  # type: ignore[assignment]
+    # nn.TransformerEncoderLayer compares the eps of its norms.
+    module.eps = NoEps()  # type: ignore[assignment]
     return module
 
 
