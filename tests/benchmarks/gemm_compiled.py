@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,14 +10,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.gemm import TILES, Tile, gemm_add_kernel
-from tests.kernels.triton_compiled import (
-    AMPERE,
-    EVEN,
-    HOPPER,
-    compiled,
-    pointers,
-    uses_64_bits,
-)
+from benchmarks.static import AMPERE, EVEN, HOPPER, compiled, pointers
+
+
+def uses_64_bits(kernel: Any, dtype: str) -> bool:
+    """Return whether the offsets that are added to pointers of ``dtype``, tile by tile, have 64 bits."""
+    pattern = rf"tt\.addptr .*: tensor<[^!]*!tt\.ptr<{dtype}>>, tensor<[^>]*?(i\d+)>"
+    return set(re.findall(pattern, kernel.asm["ttir"])) == {"i64"}
 
 
 def product(target: GPUTarget, dtype: str, tile: Tile, descriptors: bool, by_columns: bool) -> Any:

@@ -97,13 +97,31 @@ def test_an_infinite_number_of_a_token_leaves_nothing_of_it(function: int) -> No
 def test_sums_of_many_chunks_are_whole_and_the_same_every_time(
     programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_triton, "_PROGRAMS", programs)
+    monkeypatch.setattr(_triton, "_RESIDENT", programs)
     call, form = make(300, 270, torch.float32, "per channel", DYISRU), Form(DYISRU, False, 1.0)
     compare(_triton, form, call)
     for got, again in zip(
         results_of(_triton, form, call), results_of(_triton, form, call), strict=True
     ):
         assert got is again is None or torch.equal(got, again)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_residual_is_added_and_its_gradient_too(dtype: torch.dtype) -> None:
+    call, form = make(7, 272, dtype, "per channel", DYISRU), Form(DYISRU, True, 1.7)
+    residual, grad_total = torch.randn(2, 7, 272).to(dtype)
+    total = torch.empty_like(call.x)
+    y = _triton.forward(form, call.x, call.parameters, residual=residual, total=total)
+    assert_close(total, call.x + residual)
+    assert torch.equal(y, _triton.forward(form, total, call.parameters))
+    arguments = (form, call.grad, total, call.parameters, None, (True,) * 7)
+    plain = _triton.gradients(*arguments)
+    found = _triton.gradients(*arguments, grad_total)
+    assert plain[0] is not None
+    tolerance = 4 * TOLERANCES[dtype]
+    assert_close(found[0], plain[0] + grad_total, rtol=tolerance, atol=tolerance)
+    for got, want in zip(found[1:], plain[1:], strict=True):
+        assert got is want is None or torch.equal(got, want)  # type: ignore[arg-type]
 
 
 def test_output_may_be_the_input() -> None:

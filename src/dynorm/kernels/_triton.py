@@ -7,23 +7,27 @@ the first call, not with this file.
 import importlib.util
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dynorm.kernels._form import Form, FunctionCode, Parameters
+from dynorm.kernels._form import Form, Parameters
 
 # The least that Triton for NVIDIA supports.
 _CAPABILITY = (8, 0)
-# Elements of a tile, on four warps.
-_TILE = 2048
-# The most columns of a tile, forward and backward.
-_WIDEST = 512
-_WIDEST_BACKWARD = 256
-# Programs of a backward pass: a fixed number, so that sums do not depend on the device that adds
-# them.
-_PROGRAMS = 1024
+# Elements of a tile: 8 per thread of four warps, 16 bytes of bfloat16.
+_TILE = 1024
+# Programs of a backward pass that run on one multiprocessor at the same time.
+_RESIDENT = 6
+_PARAMETERS = len(Parameters._fields)
+# The bit of the tokens' gradient, behind that of x and those of the parameters.
+_TOKENS = _PARAMETERS + 1
+# The gradients of one buffer begin at multiples of this number of elements.
+_ALIGNMENT = 16
+# The tile in which partial sums are added up.
+_PARTS, _NUMBERS = 128, 16
 
 
 def available() -> bool:
@@ -52,30 +56,26 @@ def forward(
     parameters: Parameters,
     token_constant: Tensor | None = None,
     out: Tensor | None = None,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
-    """Return ``y = weight * scale * f(x - center) + bias`` of contiguous x, in one pass.
+    """Return ``y = weight * scale * f(x + residual - center) + bias`` of contiguous x, in one pass.
 
-    It is written to ``out`` if that is given. It is computed in float32, in float64 for float64,
-    and rounded once to the dtype of x.
+    It is written to ``out`` if that is given, and ``x + residual`` to ``total``, which comes with a
+    residual. Both are computed in float32, in float64 for float64, and rounded once to the dtype of
+    x.
     """
     y = torch.empty_like(x) if out is None else out
     if not x.numel():
         return y
     from dynorm.kernels._triton_kernels import forward_kernel
 
-    channels = x.shape[-1]
-    rows = x.numel() // channels
-    block_rows, block_columns = _tile(rows, channels, _WIDEST)
-    programs = ceil_divide(rows, block_rows) * ceil_divide(channels, block_columns)
-    inputs = kernel_parameters(form, channels, parameters)
     # Triton launches on the current device, whatever its arguments are.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        forward_kernel[(programs,)](
-            *(x, *inputs, token_constant, y, rows, channels, form.scale),
-            FUNCTION=int(form.function),
-            PER_CHANNEL=inputs.constant.numel() > 1,
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLUMNS=block_columns,
+        forward_kernel[(ceil_divide(x.numel(), _TILE),)](
+            *(x, residual, total, y, *parameters, token_constant, x.numel()),
+            **choices(form, parameters, x.shape[-1]),
+            BLOCK=_TILE,
             num_warps=4,
         )
     return y
@@ -88,27 +88,34 @@ def gradients(
     parameters: Parameters,
     token_constant: Tensor | None,
     needed: Sequence[bool],
+    grad_total: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Return the gradients of x, of the parameters and of the tokens' numbers, each like its tensor.
 
-    A gradient that is not needed is None. The sums have the same bits at every call.
+    A gradient that is not needed is None. The sums have the same bits at every call. With a residual
+    ``x`` is ``x + residual``, and ``grad_total`` its gradient by what else uses it, which is added.
     """
-    need_x, *need_parameters, need_token = needed
-    has_token = need_token and token_constant is not None
-    grad_x, sums, by_token = _backward(
-        *(form, grad, x, parameters, token_constant), (need_x, any(need_parameters), has_token)
-    )
-    results: list[Tensor | None] = [grad_x]
-    for role, (parameter, need) in enumerate(zip(parameters, need_parameters, strict=True)):
-        if parameter is None or not need or sums is None:
-            results.append(None)
-            continue
-        total = sums[role] if parameter.numel() > 1 else sums[role].sum()
-        results.append(total.reshape(parameter.shape).to(parameter.dtype))
-    if by_token is not None and token_constant is not None:
-        results.append(by_token.sum(0).reshape(token_constant.shape).to(token_constant.dtype))
-    else:
-        results.append(None)
+    tensors = (x, *parameters, token_constant)
+    wanted = 0
+    for place, (tensor, need) in enumerate(zip(tensors, needed, strict=True)):
+        wanted |= (need and tensor is not None) << place
+    channels = x.shape[-1]
+    rows = x.numel() // channels
+    slot = _aligned(channels)
+    sums = None
+    if wanted >> 1:
+        dtypes = {tensor.dtype for tensor in tensors[1:] if tensor is not None}
+        dtype = dtypes.pop() if len(dtypes) == 1 else _compute_dtype(x)
+        numbers = _PARAMETERS * slot + rows * (wanted >> _TOKENS)
+        sums = torch.empty(numbers, dtype=dtype, device=x.device)
+    grad_x = _backward(form, grad, x, parameters, token_constant, grad_total, wanted, sums)
+    results: list[Tensor | None] = [grad_x if wanted & 1 else None]
+    for place, tensor in enumerate(tensors[1:]):
+        gradient = None
+        if sums is not None and tensor is not None and wanted >> place & 2:
+            gradient = sums.as_strided(tensor.shape, tensor.stride(), place * slot)
+            gradient = gradient.to(tensor.dtype)
+        results.append(gradient)
     return results
 
 
@@ -118,106 +125,102 @@ def _backward(
     x: Tensor,
     parameters: Parameters,
     token_constant: Tensor | None,
-    needed: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradient of x, sums of the parameters' gradients, and parts of the tokens'.
-
-    A result that is not ``needed`` is None. The sums ``(5, channels)``, over all axes but the
-    channels, are of constant, shift, center, weight and bias (0 for a part that is None), in
-    float32, or float64 for float64. The tokens' gradients are the sum of the parts ``(blocks,
-    rows)``.
-    """
-    need_x, need_sums, need_token = needed
+    grad_total: Tensor | None,
+    wanted: int,
+    sums: Tensor | None,
+) -> Tensor:
+    """Return the gradient of x, and write those of the parameters and tokens, one in each slot of ``sums``."""
     channels = x.shape[-1]
     rows = x.numel() // channels
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    block_rows, block_columns = _tile(max(rows, 1), channels, _WIDEST_BACKWARD)
+    has_tokens = wanted >> _TOKENS
+    block_rows, block_columns = tile(channels)
     blocks = ceil_divide(channels, block_columns)
-    all_steps = ceil_divide(rows, block_rows)
-    steps = max(ceil_divide(all_steps, max(_PROGRAMS // blocks, 1)), 1)
-    chunks = ceil_divide(all_steps, steps)
-    options: dict[str, Any] = {"dtype": dtype, "device": x.device}
-    grad_x = torch.empty_like(x) if need_x else None
-    partial_sums = torch.empty(chunks, 5, channels, **options) if need_sums else None
-    by_token = torch.empty(blocks, rows, **options) if need_token else None
-    sums = torch.zeros(5, channels, **options) if need_sums else None
-    if not x.numel():
-        return grad_x, sums, by_token
+    # All programs run at the same time, and go through the rows with the same stride.
+    chunks = max(_RESIDENT * _processors(x.device) // blocks, 1)
+    chunks = min(chunks, ceil_divide(rows, block_rows))
+    # One allocation for the gradient of x and, behind it, the partial sums.
+    partial_offset = _aligned(x.numel())
+    partial_sums = _PARAMETERS * chunks * channels + blocks * rows * has_tokens
+    size = partial_offset + partial_sums * _compute_dtype(x).itemsize // x.element_size()
+    buffer = torch.empty(size, dtype=x.dtype, device=x.device)
     from dynorm.kernels._triton_kernels import backward_kernel, sum_kernel
 
-    inputs = kernel_parameters(form, channels, parameters)
+    compiled = choices(form, parameters, channels)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        # The bias has no part in any gradient.
-        backward_kernel[(chunks * blocks,)](
-            *(grad, x, *inputs[:4], token_constant, grad_x, partial_sums, by_token),
-            *(rows, channels, steps, all_steps, form.scale),
-            FUNCTION=int(form.function),
-            PER_CHANNEL=inputs.constant.numel() > 1,
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLUMNS=block_columns,
-            num_warps=4,
-        )
-        if sums is None:
-            return grad_x, None, by_token
-        # The constant and the bias are always summed.
-        present = 0b10001
-        for kind, parameter in enumerate(inputs[1:4], start=1):
-            present |= (parameter is not None) << kind
-        sum_kernel[(ceil_divide(channels, 64), 5)](
-            partial_sums,
-            sums,
-            chunks,
-            channels,
-            PRESENT=present,
-            BLOCK_CHUNKS=32,
-            BLOCK_CHANNELS=64,
-            num_warps=4,
-        )
-    if form.logarithmic:
-        # d beta = beta d log(beta); d slope = -slope / 2 d log(beta).
-        by_logarithm = inputs.constant
-        if form.function == FunctionCode.LINEAR:
-            by_logarithm = -0.5 * by_logarithm
-        # In place: an assignment to sums[0] would copy the row once more.
-        sums[0].mul_(by_logarithm.reshape(-1).to(dtype))
-    return grad_x, sums, by_token
+        if rows:
+            # The bias has no part in any gradient.
+            backward_kernel[(chunks * blocks,)](
+                *(grad, x, grad_total, *parameters[:4], token_constant),
+                *(buffer, partial_offset, rows, chunks),
+                **compiled,
+                WANTED=wanted,
+                BLOCK_ROWS=block_rows,
+                BLOCK_COLUMNS=block_columns,
+                num_warps=4,
+            )
+        if sums is not None:
+            longest = max(channels, rows * has_tokens)
+            sum_kernel[(ceil_divide(longest, _NUMBERS), _PARAMETERS + has_tokens)](
+                *(buffer, partial_offset, sums, rows, chunks),
+                MANY=compiled["MANY"],
+                WANTED=wanted,
+                CHANNELS=channels,
+                BLOCKS=blocks,
+                SLOT=_aligned(channels),
+                BLOCK_PARTS=_PARTS,
+                BLOCK_NUMBERS=_NUMBERS,
+                num_warps=4,
+            )
+    # The memory stays. This is no view, so that autograd may add to it in place.
+    return buffer.resize_(x.shape)
 
 
-def _tile(rows: int, channels: int, widest: int) -> tuple[int, int]:
-    """Return the rows and columns of a tile.
+def choices(form: Form, parameters: Parameters, channels: int) -> dict[str, Any]:
+    """Return the choices that a kernel is compiled for: the function, the sizes of parameters."""
+    many = 0
+    for place, parameter in enumerate(parameters):
+        if parameter is None or parameter.numel() == channels:
+            many |= 1 << place
+    return {
+        "FUNCTION": int(form.function),
+        "LOGARITHMIC": form.logarithmic,
+        "SCALE": form.scale,
+        "MANY": many,
+        "CHANNELS": channels,
+    }
 
-    They are not tuned by timing: the order of the sums depends on them, and has to be the same in
-    every process.
+
+def tile(channels: int) -> tuple[int, int]:
+    """Return the rows and columns of a tile of the backward pass.
+
+    Its columns divide the channels if possible. Nothing is tuned by timing: the order of the sums
+    depends on the tile, and has to be the same in every process.
     """
-    columns = min(power_of_2(channels), widest)
-    return min(_TILE // columns, power_of_2(rows)), columns
+    columns = 256
+    while columns > 64 and channels % columns:
+        columns //= 2
+    columns = min(columns, 1 << (channels - 1).bit_length())
+    return _TILE // columns, columns
 
 
-def kernel_parameters(form: Form, channels: int, parameters: Parameters) -> Parameters:
-    """Return the parameters as the kernels take them.
+@lru_cache
+def _processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; 1 in the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
-    The constant is not a logarithm. Constant, shift and center have one value for all channels, or
-    each of them has one per channel.
-    """
-    inputs = parameters._replace(constant=form.constant(parameters.constant))
-    constants = {}
-    for name, constant in zip(Parameters._fields[:3], inputs, strict=False):
-        if constant is not None:
-            constants[name] = constant
-    sizes = [constant.numel() for constant in constants.values()]
-    if min(sizes) == max(sizes):
-        return inputs
-    for name, constant in constants.items():
-        if constant.numel() == 1:
-            constants[name] = constant.reshape(-1).expand(channels).contiguous()
-    return inputs._replace(**constants)
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which x is computed."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _aligned(elements: int) -> int:
+    """Round up, so that a vector can be loaded behind this number of elements."""
+    return ceil_divide(elements, _ALIGNMENT) * _ALIGNMENT
 
 
 def ceil_divide(n: int, by: int) -> int:
     """Divide and round up."""
     return -(-n // by)
-
-
-def power_of_2(n: int) -> int:
-    """Return the least power of 2 that is not less than ``n``."""
-    return 1 << (n - 1).bit_length()

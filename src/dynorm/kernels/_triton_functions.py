@@ -24,7 +24,7 @@ def parameter(
     COMPUTE: tl.constexpr,
     NONE: tl.constexpr = 0.0,
 ):
-    """Load a parameter for the channels of a tile, or its one number; ``NONE`` for None."""
+    """Load a parameter for some channels, or its one number; ``NONE`` for None."""
     if pointer is None:
         loaded = tl.full([], NONE, COMPUTE)
     elif PER_CHANNEL:
@@ -33,6 +33,23 @@ def parameter(
     else:
         loaded = tl.load(pointer).to(COMPUTE)
     return loaded
+
+
+@triton.jit
+def constant_of(
+    pointer,
+    channel,
+    inside,
+    PER_CHANNEL: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    LOGARITHMIC: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Load the constant as the functions take it, which may be stored as log(beta)."""
+    constant = parameter(pointer, channel, inside, PER_CHANNEL, COMPUTE)
+    if LOGARITHMIC:
+        constant = tl.exp(constant * (-0.5 if FUNCTION == 3 else 1.0))
+    return constant
 
 
 @triton.jit
@@ -85,39 +102,12 @@ def derivatives(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr
 
 
 @triton.jit
-def shared(
-    pointers,
-    channel,
-    inside,
-    scale,
-    PER_CHANNEL: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):
-    """Load the constant, the shift, and ``weight * scale`` of the channels of a tile."""
-    constant_ptr, shift_ptr, weight_ptr = pointers
-    constant = parameter(constant_ptr, channel, inside, PER_CHANNEL, COMPUTE)
-    shift = parameter(shift_ptr, channel, inside, PER_CHANNEL, COMPUTE)
-    weight = parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
-    return constant, shift, tl.full([], scale, COMPUTE) * weight
-
-
-@triton.jit
-def centered(
-    pointers, offset, mask, channel, inside, PER_CHANNEL: tl.constexpr, COMPUTE: tl.constexpr
-):
-    """Load a tile of x and subtract the centres of its channels."""
-    x_ptr, center_ptr = pointers
-    x = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
-    return x - parameter(center_ptr, channel, inside, PER_CHANNEL, COMPUTE)
-
-
-@triton.jit
-def of_token(constant, token_ptr, row, rows, FUNCTION: tl.constexpr, COMPUTE: tl.constexpr):
-    """Compute the constants of some rows with their numbers T, and the factor in those of a slope.
+def of_token(constant, token_ptr, inside, FUNCTION: tl.constexpr, COMPUTE: tl.constexpr):
+    """Compute the constants of some tokens with their numbers T, and the factor in those of a slope.
 
     The constant is ``constant + T`` for DyISRU, else ``constant / sqrt(1 + ratio constant**2 T)``.
     """
-    total = tl.load(token_ptr + row, row < rows, other=0.0).to(COMPUTE)
+    total = tl.load(token_ptr, inside, other=0.0).to(COMPUTE)
     # A sum that is not finite has no inverse root of its own.
     most = limit(total) * limit(total)
     total = tl.where(total > most, most, total)

@@ -1,6 +1,8 @@
-"""The family as two Triton kernels, forward and backward; the function is a compile-time choice.
+"""The family as Triton kernels: forward, backward, and the sums of the parameters' gradients.
 
-A tile is tokens x channels. A third kernel adds up the sums of the parameters' gradients.
+The function, the channels and the parameters that exist are compile-time choices. Bits of ``MANY``
+say which parameters have one number per channel, bits of ``WANTED`` which gradients are wanted: of
+x, of constant, shift, center, weight and bias, and of the tokens' numbers.
 """
 
 # Triton's language has Python's syntax, not its types, and its constants are in capitals.
@@ -12,11 +14,10 @@ import triton.language as tl
 
 from dynorm.kernels._triton_functions import (
     by_total,
-    centered,
+    constant_of,
     derivatives,
     of_token,
     parameter,
-    shared,
     value,
 )
 
@@ -24,162 +25,215 @@ from dynorm.kernels._triton_functions import (
 @triton.jit
 def forward_kernel(
     x_ptr,
+    residual_ptr,
+    total_ptr,
+    y_ptr,
     constant_ptr,
     shift_ptr,
     center_ptr,
     weight_ptr,
     bias_ptr,
     token_ptr,
-    y_ptr,
-    rows,
-    channels,
-    scale: tl.float64,
+    numel,
     FUNCTION: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    LOGARITHMIC: tl.constexpr,
+    SCALE: tl.constexpr,
+    MANY: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Compute one tile of ``y = weight * scale * f(x - center) + bias``."""
+    """Compute ``BLOCK`` elements of ``y = weight * scale * f(x + residual - center) + bias``.
+
+    With a residual, ``x + residual`` is stored too.
+    """
     COMPUTE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     NARROW: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
-    blocks = tl.cdiv(channels, BLOCK_COLUMNS)
     # 64 bits: an input may have more than 2**31 elements.
-    program = tl.program_id(0).to(tl.int64)
-    row = (program // blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    channel = (program % blocks) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
-    inside = channel < channels
-    mask = (row < rows) & inside
-    offset = row * channels + channel
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    index = tl.arange(0, BLOCK)
+    mask = index < numel - start
+    place = (start % CHANNELS).to(tl.int32) + index
+    channel = place % CHANNELS
+    if CHANNELS % 8 == 0:
+        # Parameters are loaded as vectors.
+        channel = tl.max_contiguous(tl.multiple_of(channel, 8), 8)
 
-    u = centered((x_ptr, center_ptr), offset, mask, channel, inside, PER_CHANNEL, COMPUTE)
-    constant, shift, gain = shared(
-        (constant_ptr, shift_ptr, weight_ptr), channel, inside, scale, PER_CHANNEL, COMPUTE
-    )
+    x = tl.load(x_ptr + start + index, mask, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + start + index, mask, other=0.0)
+        # Rounded first, so that y is the function of the sum that is returned.
+        x = (x.to(COMPUTE) + residual.to(COMPUTE)).to(x.dtype)
+        tl.store(total_ptr + start + index, x, mask)
+    u = x.to(COMPUTE)
+    if center_ptr is not None:
+        u -= parameter(center_ptr, channel, mask, MANY & 4, COMPUTE)
+    constant = constant_of(constant_ptr, channel, mask, MANY & 1, FUNCTION, LOGARITHMIC, COMPUTE)
     if token_ptr is not None:
-        constant, _ = of_token(constant, token_ptr, row, rows, FUNCTION, COMPUTE)
-    y = value(u, constant, shift, FUNCTION, NARROW) * gain
+        row = start // CHANNELS + place // CHANNELS
+        constant, _ = of_token(constant, token_ptr + row, mask, FUNCTION, COMPUTE)
+    shift = parameter(shift_ptr, channel, mask, MANY & 2, COMPUTE)
+    y = value(u, constant, shift, FUNCTION, NARROW) * tl.full([], SCALE, COMPUTE)
+    if weight_ptr is not None:
+        y *= parameter(weight_ptr, channel, mask, True, COMPUTE)
     if bias_ptr is not None:
-        y += parameter(bias_ptr, channel, inside, True, COMPUTE)
-    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask)
+        y += parameter(bias_ptr, channel, mask, True, COMPUTE)
+    tl.store(y_ptr + start + index, y.to(y_ptr.dtype.element_ty), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "chunks"])
 def backward_kernel(
     grad_ptr,
     x_ptr,
+    grad_total_ptr,
     constant_ptr,
     shift_ptr,
     center_ptr,
     weight_ptr,
     token_ptr,
-    grad_x_ptr,
-    partial_ptr,
-    by_token_ptr,
+    buffer_ptr,
+    partial_offset,
     rows,
-    channels,
-    steps,
-    all_steps,
-    scale: tl.float64,
+    chunks,
     FUNCTION: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
+    LOGARITHMIC: tl.constexpr,
+    SCALE: tl.constexpr,
+    MANY: tl.constexpr,
+    WANTED: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Compute the gradient of x in ``steps`` tiles, and the parameters' sums over them.
+    """Compute the gradient of x in every ``chunks``-th tile of some channels, and their sums.
 
-    A program keeps to its channels, so that parameters are loaded once and sums stay in registers.
-    The sums go to ``partial[chunk, kind, channel]``; the kinds are constant, shift, center, weight
-    and bias. The gradient by T of these channels goes to ``by_token[block, row]``.
+    The buffer begins with the gradient of x; partial sums follow at ``partial_offset``, in float32 or
+    float64: first, for each of the five parameters, ``(chunks, channels)``, or one number per
+    program; then the tokens' ``(blocks, rows)``.
     """
     COMPUTE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     NARROW: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
-    blocks = tl.cdiv(channels, BLOCK_COLUMNS)
-    program = tl.program_id(0).to(tl.int64)
-    chunk = program // blocks
-    channel_list = (program % blocks) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    channel = channel_list[None, :]
-    inside = channel < channels
-    constant, shift, gain = shared(
-        (constant_ptr, shift_ptr, weight_ptr), channel, inside, scale, PER_CHANNEL, COMPUTE
-    )
+    BLOCKS: tl.constexpr = (CHANNELS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
+    partial_ptr = (buffer_ptr + partial_offset).to(tl.pointer_type(COMPUTE))
+    program = tl.program_id(0)
+    chunk = program // BLOCKS
+    block = program % BLOCKS
+    channel = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
+    inside = channel < CHANNELS
+    constant = constant_of(constant_ptr, channel, inside, MANY & 1, FUNCTION, LOGARITHMIC, COMPUTE)
+    shift = parameter(shift_ptr, channel, inside, MANY & 2, COMPUTE)
+    center = parameter(center_ptr, channel, inside, MANY & 4, COMPUTE)
+    scale = tl.full([], SCALE, COMPUTE)
+    gain = scale * parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
 
-    # One accumulator per element of the tile, added up after the last step: no exchange between
-    # threads on the way.
-    sum_constant = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
-    sum_shift = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
-    sum_slope = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
-    sum_value = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
-    sum_grad = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
-    first = chunk * steps
-    for step in range(first, tl.minimum(first + steps, all_steps)):
+    region = chunks.to(tl.int64) * CHANNELS
+
+    # One sum per element of the tile, added up after the last step: no exchange between threads
+    # on the way. Those that are not wanted are never added to, and take no registers.
+    zeros = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
+    sum_constant, sum_shift, sum_slope, sum_value, sum_grad = zeros, zeros, zeros, zeros, zeros
+    # The next tiles are on their way while this one is computed.
+    for step in tl.range(chunk, tl.cdiv(rows, BLOCK_ROWS), chunks, num_stages=3):
         row = step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
         mask = (row < rows) & inside
-        offset = row * channels + channel
+        # 64 bits: an input may have more than 2**31 elements.
+        offset = row.to(tl.int64) * CHANNELS + channel
         grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
-        u = centered((x_ptr, center_ptr), offset, mask, channel, inside, PER_CHANNEL, COMPUTE)
+        u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
+        if center_ptr is not None:
+            u -= center
         of_row = constant
         if token_ptr is not None:
-            of_row, root = of_token(constant, token_ptr, row, rows, FUNCTION, COMPUTE)
+            of_row, root = of_token(constant, token_ptr + row, row < rows, FUNCTION, COMPUTE)
         # Computed again from x, because f was not saved.
         f, slope, by_constant, by_shift = derivatives(u, of_row, shift, FUNCTION, NARROW)
-        if by_token_ptr is not None:
+        if WANTED & 64:
             by_this = grad * (gain * by_total(by_constant, of_row, FUNCTION))
-            row_sum = tl.expand_dims(tl.sum(by_this, 1), 1)
-            tl.store(by_token_ptr + (program % blocks) * rows + row, row_sum, row < rows)
+            target = partial_ptr + 5 * region + block.to(tl.int64) * rows + row
+            tl.store(target, tl.sum(by_this, 1, keep_dims=True), row < rows)
         if token_ptr is not None:
             by_constant = by_constant * (root * root * root)
-        if grad_x_ptr is not None:
+        if WANTED & 1:
             of_x = grad * (gain * slope)
-            tl.store(grad_x_ptr + offset, of_x.to(grad_x_ptr.dtype.element_ty), mask)
-        if partial_ptr is not None:
+            if grad_total_ptr is not None:
+                of_x += tl.load(grad_total_ptr + offset, mask, other=0.0).to(COMPUTE)
+            tl.store(buffer_ptr + offset, of_x.to(buffer_ptr.dtype.element_ty), mask)
+        if WANTED & 2:
             sum_constant += grad * by_constant
+        if WANTED & 4:
+            sum_shift += grad * by_shift
+        if WANTED & 8:
+            sum_slope += grad * slope
+        if WANTED & 16:
+            sum_value += grad * f
+        if WANTED & 32:
             sum_grad += grad
-            if shift_ptr is not None:
-                sum_shift += grad * by_shift
-            if center_ptr is not None:
-                sum_slope += grad * slope
-            if weight_ptr is not None:
-                sum_value += grad * f
 
-    # Partial sums and a second kernel rather than atomics, whose order, and so whose rounding,
-    # differs in every run.
-    if partial_ptr is not None:
-        valid = channel_list < channels
-        target = partial_ptr + chunk * 5 * channels + channel_list
-        # Weight and scale do not vary along a sum: they are multiplied in once.
-        factor = tl.full([], scale, COMPUTE)
-        if weight_ptr is not None:
-            tl.store(target + 3 * channels, tl.sum(sum_value, 0) * factor, valid)
-            factor = factor * parameter(weight_ptr, channel_list, valid, True, COMPUTE)
-        tl.store(target, tl.sum(sum_constant, 0) * factor, valid)
-        if shift_ptr is not None:
-            tl.store(target + channels, tl.sum(sum_shift, 0) * factor, valid)
-        if center_ptr is not None:
-            tl.store(target + 2 * channels, -tl.sum(sum_slope, 0) * factor, valid)
-        tl.store(target + 4 * channels, tl.sum(sum_grad, 0), valid)
+    # Weight, scale and beta do not vary along a sum: they are multiplied in once.
+    if LOGARITHMIC:
+        # d beta = beta d log(beta); d slope = -slope / 2 d log(beta).
+        sum_constant *= constant * (-0.5 if FUNCTION == 3 else 1.0)
+    if WANTED & 2:
+        store_sum(partial_ptr, sum_constant * gain, chunk, program, channel, MANY & 1, CHANNELS)
+    if WANTED & 4:
+        target = partial_ptr + region
+        store_sum(target, sum_shift * gain, chunk, program, channel, MANY & 2, CHANNELS)
+    if WANTED & 8:
+        target = partial_ptr + 2 * region
+        store_sum(target, -sum_slope * gain, chunk, program, channel, MANY & 4, CHANNELS)
+    if WANTED & 16:
+        target = partial_ptr + 3 * region
+        store_sum(target, sum_value * scale, chunk, program, channel, True, CHANNELS)
+    if WANTED & 32:
+        store_sum(partial_ptr + 4 * region, sum_grad, chunk, program, channel, True, CHANNELS)
 
 
 @triton.jit
-def sum_kernel(
-    partial_ptr,
-    sums_ptr,
-    chunks,
-    channels,
-    PRESENT: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr,
-    BLOCK_CHANNELS: tl.constexpr,
+def store_sum(
+    target, sums, chunk, program, channel, PER_CHANNEL: tl.constexpr, CHANNELS: tl.constexpr
 ):
-    """Add up one kind of partial sums, always in the same order.
+    """Store the sums of a tile's columns, or the one of all its elements."""
+    columns = tl.sum(sums, 0, keep_dims=True)
+    if PER_CHANNEL:
+        tl.store(target + chunk * CHANNELS + channel, columns, channel < CHANNELS)
+    else:
+        tl.store(target + program, tl.sum(columns))
 
-    A kind whose bit is not in ``PRESENT`` is 0: it has no parameter.
+
+@triton.jit(do_not_specialize=["rows", "chunks"])
+def sum_kernel(
+    buffer_ptr,
+    partial_offset,
+    gradients_ptr,
+    rows,
+    chunks,
+    MANY: tl.constexpr,
+    WANTED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SLOT: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK_NUMBERS: tl.constexpr,
+):
+    """Add up the partial sums of one parameter, or of the tokens, and round the result once.
+
+    The order is always the same, where that of atomics, and so their rounding, differs in every run.
     """
+    COMPUTE: tl.constexpr = tl.float64 if buffer_ptr.dtype.element_ty == tl.float64 else tl.float32
     kind = tl.program_id(1)
-    channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
-    valid = channel < channels
-    total = tl.zeros([BLOCK_CHUNKS, BLOCK_CHANNELS], sums_ptr.dtype.element_ty)
-    if (PRESENT >> kind) & 1 == 1:
-        for first in range(0, chunks, BLOCK_CHUNKS):
-            chunk = (first + tl.arange(0, BLOCK_CHUNKS)[:, None]).to(tl.int64)
-            source = partial_ptr + (chunk * 5 + kind) * channels + channel[None, :]
-            total += tl.load(source, (chunk < chunks) & valid[None, :], other=0.0)
-    tl.store(sums_ptr + kind.to(tl.int64) * channels + channel, tl.sum(total, 0), valid)
+    parts, numbers = chunks, CHANNELS
+    if (MANY >> kind) & 1 == 0:
+        parts, numbers = chunks * BLOCKS, 1
+    if kind == 5:
+        parts, numbers = BLOCKS, rows
+    first = tl.program_id(0) * BLOCK_NUMBERS
+    if ((WANTED >> (kind + 1)) & 1 == 1) & (first < numbers):
+        number = first + tl.arange(0, BLOCK_NUMBERS)
+        valid = number < numbers
+        partial_ptr = (buffer_ptr + partial_offset).to(tl.pointer_type(COMPUTE))
+        partial_ptr += kind.to(tl.int64) * chunks * CHANNELS
+        total = tl.zeros([BLOCK_PARTS, BLOCK_NUMBERS], COMPUTE)
+        for start in range(0, parts, BLOCK_PARTS):
+            part = (start + tl.arange(0, BLOCK_PARTS)[:, None]).to(tl.int64)
+            mask = (part < parts) & valid[None, :]
+            total += tl.load(partial_ptr + part * numbers + number[None, :], mask, other=0.0)
+        result = tl.sum(total, 0).to(gradients_ptr.dtype.element_ty)
+        tl.store(gradients_ptr + kind.to(tl.int64) * SLOT + number, result, valid)
