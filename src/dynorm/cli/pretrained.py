@@ -276,13 +276,6 @@ def fold(
             help="Fold the mean of LayerNorm into the layers that write the residual stream."
         ),
     ] = True,
-    redundant: Annotated[
-        float,
-        typer.Option(
-            help="Remove norms whose output only other norms read, if this changes the outputs by "
-            "at most this relative error. With 0 they stay."
-        ),
-    ] = 0.0,
     add_bias: Annotated[
         bool, typer.Option("--add-bias", help="Add biases to linear layers that need one.")
     ] = False,
@@ -305,7 +298,6 @@ def fold(
         "center": center,
         "add_bias": add_bias,
         "untie": untie,
-        "redundant": redundant,
     }
     say = speaker(quiet=as_json)
     show(fold_pretrained(model, out, options, overwrite=overwrite, say=say), as_json)

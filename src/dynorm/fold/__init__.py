@@ -3,9 +3,9 @@
 ``fold.py`` has the steps in order. ``trace.py`` traces the model into a graph (``graph.py``),
 ``channels.py`` follows the channels of a value through it, ``operators.py`` recognises linear
 operators, and ``stream.py`` collects the readers and streams around the norms. ``plan.py`` decides
-where each part of each norm (``site.py``) goes and computes the new weights; ``redundant.py``
-decides about whole norms. ``apply.py`` puts the plan into the model, and ``check.py`` compares the
-outputs. ``means.py`` and ``stock.py`` are uses of a fold.
+where each part of each norm (``site.py``) goes and computes the new weights. ``apply.py`` puts the
+plan into the model, and ``check.py`` compares the outputs. ``means.py`` and ``stock.py`` are uses of
+a fold.
 """
 
 from dynorm.fold.fold import fold_

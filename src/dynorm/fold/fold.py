@@ -13,7 +13,6 @@ from dynorm.find import find_norms
 from dynorm.fold.apply import applied
 from dynorm.fold.check import Check, run
 from dynorm.fold.plan import Options, planned
-from dynorm.fold.redundant import watched
 from dynorm.fold.report import FoldReport, row_of
 from dynorm.fold.site import site_folds
 from dynorm.fold.tensors import detached_copy
@@ -33,7 +32,6 @@ def fold_(
     affine: bool = True,
     center: bool = True,
     center_partly: bool = False,
-    redundant: float = 0.0,
     add_bias: bool = False,
     untie: bool = False,
     check: bool = True,
@@ -55,10 +53,6 @@ def fold_(
     - *center_partly*: the same out of the linear writers of a stream that has others. Its norms
       stay LayerNorms, and the mean that stays is that of the few others.
 
-    These are exact. A fourth, *redundant*, removes a norm that feeds only norms, through products:
-    the later norms divide by each token's scale anyway. It is exact up to their eps, which is then
-    added to the squares of tokens of another size.
-
     The model is traced once with ``torch.export``. A part that cannot be shown to be safe is left
     as it is, and the report says why. All new values are computed in float64 first. Then the
     outputs for the example and for fresh random inputs are compared; if they differ, everything is
@@ -79,9 +73,6 @@ def fold_(
         center_partly: with ``center``, fold the means of linear writers where others write too.
             This simplifies nothing, but tokens of such a stream then usually have nearly the same
             mean, so one centre suits them all when point-wise layers replace the norms.
-        redundant: the largest relative change to allow when a norm is removed because it feeds only
-            norms. It bounds the change of these norms' outputs, for tokens as large as the
-            example's, and the model's change too if ``tolerance`` is None. At 0 none is removed.
         add_bias: give a linear layer a bias if a norm's bias needs one.
         untie: give tied weights, such as those of an embedding and a head, separate tensors if a
             fold needs it.
@@ -95,8 +86,7 @@ def fold_(
         the sites as they are now.
 
     Raises:
-        ArgumentError: ``tolerance`` or ``redundant`` is negative, or a site or path is not of this
-            model.
+        ArgumentError: ``tolerance`` is negative, or a site or path is not of this model.
         ModelError: the model has no norm, cannot be traced, is in training mode, quantized,
             sharded, compiled, wrapped or on the meta device; its outputs are opaque, too coarse to
             be checked, or changed; or its code raised. It is then as it was.
@@ -119,14 +109,12 @@ def fold_(
     """
     if tolerance is not None:
         check_not_negative("tolerance", tolerance)
-    check_not_negative("redundant", redundant)
     _require_model(model)
     # A run may write into its arguments: a cache grows.
     example = detached_copy(example_arguments(model, args, kwargs))
     in_place = any(isinstance(m, _DropoutNd) and m.inplace for m in model.modules())
-    options = Options(affine, center, center_partly, redundant, add_bias, in_place)
+    options = Options(affine, center, center_partly, add_bias, in_place)
     modules = dict(model.named_modules())
-    tokens = None
     with undisturbed(model, example, attributes=True) as put_back:
         if sites is None:
             run_args, run_kwargs = detached_copy(example)
@@ -134,20 +122,13 @@ def fold_(
             # Nothing must start from tensors that a run kept on a module.
             put_back()
         folds = site_folds(sites, modules, paths)
-        if redundant and affine:
-            run_args, run_kwargs = detached_copy(example)
-            with watched(folds) as tokens:
-                model(*run_args, **run_kwargs)
-            put_back()
         # A norm that cannot be folded is traced as it is.
         norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
         graph = Graph(model, norms, example, untie)
-    plan = planned(graph, folds, options, tokens)
+    plan = planned(graph, folds, options)
     checked: dict[str, Any] = {}
     if plan.changes_anything:
         before = Check(model, example, tolerance) if check else None
-        if before is not None and tolerance is None and plan.is_inexact:
-            before.tolerance = max(before.tolerance, redundant)
         try:
             with applied(model, plan):
                 if before is not None:

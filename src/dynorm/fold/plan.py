@@ -1,6 +1,6 @@
 """The analysis of a fold, from a model's graph to all new values: it does not touch the model.
 
-docs/fold.md has the algebra. ``redundant.py`` decides about whole norms.
+docs/fold.md has the algebra.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from torch import Tensor
 from dynorm.fold.channels import laid_along
 from dynorm.fold.graph import Leaf, Slot, double, rank_of
 from dynorm.fold.operators import Reader, RefusedError, refuse_for, require_new_bias
-from dynorm.fold.redundant import Tokens, decide_redundant
 from dynorm.fold.site import SiteFold
 from dynorm.fold.stream import Stream, StreamFinder, readers_of, shared_readers
 from dynorm.fold.trace import Graph
@@ -28,7 +27,6 @@ class Options:
     affine: bool
     center: bool
     center_partly: bool
-    redundant: float
     add_bias: bool
     dropout_in_place: bool  # a dropout of the model writes into its input
 
@@ -49,26 +47,13 @@ class Plan:
         """Return whether there is anything to fold."""
         return any(fold.is_changed for fold in self.folds)
 
-    @property
-    def is_inexact(self) -> bool:
-        """Return whether outputs change by more than rounding."""
-        return any(fold.change for fold in self.folds)
-
     def value(self, slot: Slot) -> Tensor:
         """Return the value of a parameter so far."""
         return self.values[slot] if slot in self.values else double(slot.tensor)
 
 
-def planned(
-    graph: Graph,
-    folds: Sequence[SiteFold],
-    options: Options,
-    tokens: dict[str, Tokens] | None,
-) -> Plan:
-    """Decide where every part of every norm goes, or why it stays, and compute the new values.
-
-    ``tokens`` are needed for redundant norms only.
-    """
+def planned(graph: Graph, folds: Sequence[SiteFold], options: Options) -> Plan:
+    """Decide where every part of every norm goes, or why it stays, and compute the new values."""
     finder = StreamFinder({index: folds[index].site.dim for index in graph.calls})
     for index, calls in graph.calls.items():
         fold = folds[index]
@@ -82,8 +67,6 @@ def planned(
     else:
         for fold in folds:
             fold.mean_refused = "center is off"
-    if tokens is not None:
-        decide_redundant(folds, tokens, options.redundant)
     plan = Plan(graph.slots, folds)
     _scale_readers(plan)
     _remove_means(plan)

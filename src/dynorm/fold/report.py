@@ -13,7 +13,7 @@ from dynorm.table import Table
 
 FOLDED, PARTLY, REFUSED = "folded", "partly folded", "refused"
 NOTHING, OFF = "nothing to fold", "off"
-_REWRITES = ("affine", "center", "redundant")
+_REWRITES = ("affine", "center")
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,6 @@ class FoldedSite(PlainRecord):
         affine: its weight and bias, into its readers; with them the scale of a point-wise layer.
         center: the mean, out of its stream.
         becomes: the class that is there now.
-        redundant: the whole norm, if it feeds only norms; ``into`` names these.
-        change: the largest relative change of these norms' outputs, for tokens as large as the
-            example's.
     """
 
     path: str
@@ -70,8 +67,6 @@ class FoldedSite(PlainRecord):
     affine: Rewrite
     center: Rewrite
     becomes: str = ""
-    redundant: Rewrite = Rewrite(OFF)
-    change: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -109,10 +104,7 @@ class FoldReport(Plain):
     norms: list[NormSite] = field(default_factory=list)
 
     def count(self, rewrite: str, state: str = FOLDED) -> int:
-        """Return how many sites have a rewrite in a state.
-
-        The rewrites are "affine", "center" and "redundant".
-        """
+        """Return how many sites have a rewrite, "affine" or "center", in a state."""
         return sum(getattr(site, rewrite).state == state for site in self.sites)
 
     def table(self) -> Table:
@@ -151,12 +143,6 @@ class FoldReport(Plain):
             if not self.fresh:
                 where = "on the example only, because the model takes no other input,"
             notes.append(f"relative error {where} {self.error:.1e}, allowed {self.tolerance:.1e}")
-        changes = [site.change for site in self.sites if site.redundant.state == FOLDED]
-        if changes:
-            notes.append(
-                f"removed before other norms: {len(changes)}; their outputs change by at most "
-                f"{max(changes):.1e}"
-            )
         if self.sites and self.loads_with == "dynorm":
             notes.append("loads where dynorm is imported: save it with dynorm.save")
         return notes
@@ -197,8 +183,6 @@ def row_of(fold: SiteFold, options: Options) -> FoldedSite:
         _affine(fold) if options.affine and fold.chosen else Rewrite(OFF),
         _mean(fold) if options.center and fold.chosen else Rewrite(OFF),
         becomes,
-        _redundant(fold),
-        fold.change,
     )
 
 
@@ -228,11 +212,3 @@ def _names_of_writers(streams: Sequence[Stream]) -> tuple[str, ...]:
     for stream in streams:
         names.update(dict.fromkeys(write.slot.name for write in stream.writes))
     return tuple(names)
-
-
-def _redundant(fold: SiteFold) -> Rewrite:
-    if fold.followers:
-        return Rewrite(FOLDED, tuple(norm.path for norm in fold.followers))
-    if fold.redundant_refused is not None:
-        return Rewrite(REFUSED, reason=fold.redundant_refused)
-    return Rewrite(OFF)

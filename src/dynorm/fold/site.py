@@ -80,11 +80,6 @@ class SiteFold:
     # Those whose linear writers lose their means, although others keep theirs.
     partly_mean_free: list[Stream] = field(default_factory=list)
 
-    # A norm that feeds only norms may be removed as a whole.
-    followers: list["SiteFold"] = field(default_factory=list)  # these norms, if it is removed
-    redundant_refused: str | None = None
-    change: float = 0.0  # the largest relative change of the outputs of these norms
-
     @property
     def path(self) -> str:
         """Return the path in the model."""
@@ -109,7 +104,7 @@ class SiteFold:
     @property
     def is_gone(self) -> bool:
         """Return whether nothing of it stays."""
-        return bool(self.followers) or (self.is_line and self.is_absorbed)
+        return self.is_line and self.is_absorbed
 
     @property
     def becomes_rms(self) -> bool:
@@ -120,7 +115,7 @@ class SiteFold:
     @property
     def is_changed(self) -> bool:
         """Return whether the fold changes anything here."""
-        is_edited = self.is_absorbed or self.becomes_rms or self.is_gone
+        is_edited = self.is_absorbed or self.becomes_rms
         return is_edited or bool(self.partly_mean_free)
 
     def site_after(self) -> NormSite | None:

@@ -47,7 +47,7 @@ def fold_pretrained(
     for remark in remarks:
         say(remark)
     report = fold_(model, **(inputs | options))
-    if not any(report.count(name) for name in ("affine", "center", "redundant")):
+    if not any(report.count(name) for name in ("affine", "center")):
         raise ModelError(
             f"at least one norm must be foldable, but none is; nothing was written\n{report}"
         )
