@@ -5,9 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dynorm.fold.graph import Owner
 from dynorm.fold.plan import Plan
 from dynorm.fold.site import SiteFold
 from dynorm.guard import edited_parts, unchanged_on_error
@@ -17,22 +16,59 @@ from dynorm.replace.converted import identity
 from dynorm.replace.edits import ADDED_BIAS, edits_of, parameter_like, set_untied_, untie_
 from dynorm.replace.swap import swap_, take_over_
 
+Ties = dict[nn.Parameter, list[tuple[nn.Module, str]]]
+"""The modules that share each parameter, with its name in them; the first one keeps it."""
+
+
+@torch.no_grad()
+def separated_(model: nn.Module) -> Ties:
+    """Give every module that shares a parameter, except the first, a copy of it; return which share."""
+    holders: Ties = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append((module, name))
+    ties = {parameter: shared for parameter, shared in holders.items() if len(shared) > 1}
+    for parameter, shared in ties.items():
+        for module, name in shared[1:]:
+            module._parameters[name] = parameter_like(parameter.clone(), parameter)
+    return ties
+
 
 @contextmanager
-def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Put a plan into a model; an error inside the context takes it out again."""
+def applied(model: nn.Module, plan: Plan, ties: Ties) -> Iterator[None]:
+    """Put a plan into a model; an error inside the context takes it out again.
+
+    Parameters that were separated are tied again if they are still equal.
+    """
     tensors = [slot.tensor for slot in plan.values]
     for fold in plan.folds:
         tensors += [part.tensor for part in fold.affine_parts]
-    config: Any = getattr(model, "config", None)
-    is_tied = hasattr(config, "to_dict") and config.__dict__.get("tie_word_embeddings") is True
     with unchanged_on_error(edited_parts(model), tensors):
         _write_values_(plan)
         _neutralize_(plan.folds)
+        for parameter, shared in ties.items():
+            _tie_equal_(parameter, shared[1:])
+        config: Any = getattr(model, "config", None)
+        is_tied = hasattr(config, "to_dict") and config.__dict__.get("tie_word_embeddings") is True
         if is_tied and edits_of(model).untied:
             _note_untied_(model, config)
         swap_(model, _replacements(plan.folds))
         yield
+
+
+def _tie_equal_(parameter: nn.Parameter, copies: Sequence[tuple[nn.Module, str]]) -> None:
+    """Put a parameter in the place of its copies, or note that they are untied if any differs.
+
+    All or none, because a config says whether all are tied.
+    """
+    values = [module._parameters[name] for module, name in copies]
+    is_one_value = all(value is not None and value.equal(parameter) for value in values)
+    for (module, name), value in zip(copies, values, strict=True):
+        if is_one_value:
+            module._parameters[name] = parameter
+        elif value is not None:
+            set_untied_(module, name, value, parameter)
 
 
 def _note_untied_(model: nn.Module, config: Any) -> None:
@@ -57,42 +93,13 @@ def _note_untied_(model: nn.Module, config: Any) -> None:
 
 @torch.no_grad()
 def _write_values_(plan: Plan) -> None:
-    """Write the new values of parameters, untied where owners differ, and add biases."""
-    for tensor in dict.fromkeys(slot.tensor for slot in plan.values):
-        by_owner: dict[Owner, Tensor | None] = {}
-        for slot in plan.slots:
-            if slot.tensor is tensor:
-                by_owner.update(dict.fromkeys(slot.owners, plan.values.get(slot)))
-        _set_values_(tensor, by_owner)
+    """Write the new values of parameters, which stay the same objects, and add biases."""
+    for slot, value in plan.values.items():
+        slot.tensor.copy_(value)
     for slot, value in plan.added.items():
         layer = slot.owners[0].module
         layer._parameters["bias"] = parameter_like(value, slot.tensor)
         layer.__dict__[ADDED_BIAS] = True
-
-
-def _set_values_(tensor: Tensor, new: Mapping[Owner, Tensor | None]) -> None:
-    """Give a parameter its new value; untie all of its owners if their values differ.
-
-    All, because a config says whether all or none are tied. An owner that does not change, None,
-    keeps the parameter as it is; else the first owner does.
-    """
-    first = next(iter(new))
-    for owner, value in new.items():
-        if value is None:
-            first = owner
-            break
-    value = new[first]
-    is_one_value = value is not None
-    for other in new.values():
-        if value is None or other is None or not other.equal(value):
-            is_one_value = False
-    if not is_one_value:
-        for owner, other in new.items():
-            if owner is not first:
-                set_untied_(owner.module, owner.name, tensor if other is None else other, tensor)
-    if value is not None:
-        # The parameter stays the same object, with its dtype and device.
-        tensor.copy_(value)
 
 
 @torch.no_grad()

@@ -10,12 +10,10 @@ from torch import Tensor
 from torch.fx import Node, map_arg
 
 from dynorm.fold.graph import (
+    AVERAGES,
     PERMUTATIONS,
-    RESIZES,
     VIEWS,
     Slot,
-    argument,
-    as_list,
     is_move,
     is_same,
     is_tensor,
@@ -34,42 +32,31 @@ Step = Callable[[Node, Node, int], int | None]
 def carried(node: Node, value: Node, axis: int) -> int | None:
     """Return the channel axis of ``node`` if it keeps the channels of ``value`` apart, else None.
 
-    These are moves, a factor that all channels of a token share, a mean over tokens, and a grid of
-    tokens that is resized, as learned positions are for an image of another size.
+    These are moves, averages over tokens, and a factor that all channels of a token share.
     """
     if factor_of(node, value, axis):
         return axis
-    if packet(node) in RESIZES and node.args[0] is value and axis == 1:
-        return axis
-    if packet(node) == "aten.mean" and len(node.args) > 1 and node.args[0] is value:
-        return _after_mean(node, value, axis)
+    if packet(node) in AVERAGES and node.args[0] is value:
+        return _tried(node, value, axis)
     return moved(node, value, axis)
 
 
-def _after_mean(node: Node, value: Node, axis: int) -> int | None:
-    """Return the channel axis after a mean over tokens, None if the mean is over channels."""
-    dims = set()
-    for dim in as_list(node.args[1]):
-        if isinstance(dim, int):
-            dims.add(dim % rank_of(value))
-    if not dims or axis in dims:
-        return None
-    if argument(node, 2) or node.kwargs.get("keepdim"):
-        return axis
-    return axis - sum(dim < axis for dim in dims)
-
-
 def moved(node: Node, source: Node, axis: int) -> int | None:
-    """Return the channel axis of ``node`` if it is a move that keeps ``source``'s channels whole.
+    """Return the channel axis of ``node`` if it is a move that keeps ``source``'s channels whole."""
+    if not is_move(node, source):
+        return None
+    if is_same(producer(node)[0]):
+        return axis
+    return _tried(node, source, axis)
+
+
+def _tried(node: Node, source: Node, axis: int) -> int | None:
+    """Return the channel axis of ``node`` by its operator's effect on channel numbers.
 
     The operator is tried on a tensor that holds the channel number of each element, so only its
     effect counts: a view may merge or split any axes except the channel axis, and not reorder that.
     """
-    if not is_move(node, source):
-        return None
-    op, _ = producer(node)
-    if is_same(op):
-        return axis
+    op, part = producer(node)
     sizes = shape(source)
     if sizes[axis] < 2:
         return None
@@ -77,32 +64,27 @@ def moved(node: Node, source: Node, axis: int) -> int | None:
     for value in (*op.all_input_nodes, node):
         if not is_tensor(value) or -1 in shape(value):
             return None
-    result = moved_like(node, source, _channels(sizes, axis))
-    if not result.numel():
-        return None
-    for to, size in enumerate(result.shape):
-        if size == sizes[axis] and torch.equal(result, _channels(tuple(result.shape), to)):
-            is_view = packet(op) in VIEWS
-            return None if is_view and _is_blurred(node, source, axis, to) else to
-    return None
 
-
-def moved_like(node: Node, source: Node, substitute: Tensor) -> Tensor:
-    """Return the result of a move of ``source`` for another tensor of its shape."""
-    op, part = producer(node)
-    if is_same(op):
-        return substitute
-
-    def tried(value: Node) -> Tensor:
+    def substitute(value: Node) -> Tensor:
         if value is source:
-            return substitute
+            return _channels(sizes, axis)
         # Other tensors are indices of tokens; any token will do, as channels stay where they are.
         return torch.zeros(shape(value), dtype=torch.long, device="cpu")
 
     assert callable(op.target)
-    results = op.target(*map_arg(op.args, tried), **map_arg(op.kwargs, tried))
+    results = op.target(*map_arg(op.args, substitute), **map_arg(op.kwargs, substitute))
     result: Tensor = results if part is None else results[part]
-    return result
+    if not result.numel():
+        return None
+    for to, size in enumerate(result.shape):
+        if size != sizes[axis]:
+            continue
+        # An average rounds.
+        numbers = _channels(tuple(result.shape), to)
+        if result.double().allclose(numbers, rtol=0, atol=0.1):
+            is_view = packet(op) in VIEWS
+            return None if is_view and _is_blurred(node, source, axis, to) else to
+    return None
 
 
 def came_from(
@@ -208,7 +190,7 @@ def _before_permutations(value: Node) -> list[int]:
 
 def _channels(sizes: tuple[int, ...], axis: int) -> Tensor:
     """Return a tensor that holds the channel of each element."""
-    channels = torch.arange(sizes[axis], device="cpu")
+    channels = torch.arange(sizes[axis], dtype=torch.float64, device="cpu")
     return laid_along(channels, axis, len(sizes)).expand(sizes).contiguous()
 
 

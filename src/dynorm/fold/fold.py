@@ -10,14 +10,14 @@ from dynorm.arguments import check_not_negative
 from dynorm.batches import example_arguments
 from dynorm.errors import DynormError, ModelError
 from dynorm.find import find_norms
-from dynorm.fold.apply import applied
+from dynorm.fold.apply import applied, separated_
 from dynorm.fold.check import Check, run
 from dynorm.fold.plan import Options, planned
-from dynorm.fold.report import FoldReport, row_of
+from dynorm.fold.report import FoldReport
 from dynorm.fold.site import site_folds
 from dynorm.fold.tensors import detached_copy
 from dynorm.fold.trace import Graph
-from dynorm.guard import require_plain_model, undisturbed
+from dynorm.guard import edited_parts, require_plain_model, unchanged_on_error, undisturbed
 from dynorm.replace.edits import edits_of, is_changed
 from dynorm.site import NormSite
 
@@ -114,26 +114,27 @@ def fold_(
     example = detached_copy(example_arguments(model, args, kwargs))
     in_place = any(isinstance(m, _DropoutNd) and m.inplace for m in model.modules())
     options = Options(affine, center, center_partly, add_bias, in_place)
-    modules = dict(model.named_modules())
-    with undisturbed(model, example, attributes=True) as put_back:
-        if sites is None:
-            run_args, run_kwargs = detached_copy(example)
-            sites = find_norms(model, *run_args, **run_kwargs)
-            # Nothing must start from tensors that a run kept on a module.
-            put_back()
-        folds = site_folds(sites, modules, paths)
-        # A norm that cannot be folded is traced as it is.
-        norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
-        graph = Graph(model, norms, example, untie)
-    plan = planned(graph, folds, options)
     checked: dict[str, Any] = {}
-    if plan.changes_anything:
-        before = Check(model, example, tolerance) if check else None
+    with unchanged_on_error(edited_parts(model), ()):
+        ties = separated_(model) if untie else {}
+        with undisturbed(model, example, attributes=True) as put_back:
+            if sites is None:
+                run_args, run_kwargs = detached_copy(example)
+                sites = find_norms(model, *run_args, **run_kwargs)
+                # Nothing must start from tensors that a run kept on a module.
+                put_back()
+            folds = site_folds(sites, dict(model.named_modules()), paths)
+            # A norm that cannot be folded is traced as it is.
+            norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
+            graph = Graph(model, norms, example)
+        plan = planned(graph, folds, options)
+        is_checked = check and plan.changes_anything
+        before = Check(model, example, tolerance) if is_checked else None
         try:
-            with applied(model, plan):
+            with applied(model, plan, ties):
                 if before is not None:
                     checked = before.require_same(model)
-                else:
+                elif plan.changes_anything:
                     run(model, example)
         except DynormError:
             raise
@@ -141,13 +142,13 @@ def fold_(
         except Exception as error:
             raise ModelError(
                 "the model must compute as before when it is folded, but "
-                f"{type(error).__name__} was raised: {error}; everything was put back. Its code may "
-                "use tensors that a norm or a layer holds: paths= helps to find which"
+                f"{type(error).__name__} was raised: {error}; everything was put back. Its code "
+                "may use tensors that a norm or a layer holds: paths= helps to find which"
             ) from error
     edits = edits_of(model)
     left = [fold.site_after() for fold in folds]
     return FoldReport(
-        [row_of(fold, options) for fold in folds],
+        [fold.row() for fold in folds],
         edits.biases,
         edits.untied,
         loads_with="dynorm" if is_changed(model) else "stock",

@@ -34,11 +34,12 @@ _COPIES = _aten(
     "unsqueeze squeeze expand expand_as repeat tile flip roll repeat_interleave unfold index "
     "index_select"
 )
-# Operators that resize a grid of tokens, with the channels at axis 1. Each new token is a mean of
-# old ones, with weights that add up to 1.
-RESIZES = _aten(
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
-    "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+# Operators whose tokens are means of old ones, with weights that add up to 1. An example is the
+# resizing of learned positions for an image of another size.
+AVERAGES = _aten(
+    "mean upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
+    "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa "
+    "_upsample_bicubic2d_aa"
 )
 _MOVES = VIEWS | PERMUTATIONS | _PARTS | _COPIES
 
@@ -64,35 +65,22 @@ class Owner:
     name: str
     paths: tuple[str, ...]
 
-    @property
-    def table(self) -> dict[str, Any]:
-        """Return the module's dict of parameters or of buffers, whichever holds it."""
-        if self.name in self.module._parameters:
-            return self.module._parameters
-        return self.module._buffers
-
     def __str__(self) -> str:
         return f"{self.paths[0]}.{self.name}" if self.paths[0] else self.name
 
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter or buffer that can change: for all its owners at once, or for one if untied."""
+    """A parameter or buffer, with its uses in the graph."""
 
     tensor: Tensor
-    owners: list[Owner]  # the modules that hold it: all of them, or the one
+    owners: list[Owner]  # the modules that hold it
     nodes: list[Node]  # its placeholders in the graph
-    overlaps: bool = False  # other tensors lie in its memory
-    hint: str = ""  # how the caller could allow more, as the end of a message
-    refused: str | None = None  # why it must not change, whatever it is used for
+    blocked: str | None  # why nothing may change it
+    is_in_norm: bool  # a norm holds it, and does not show how it uses it
 
     def __post_init__(self) -> None:
         """Find all uses of it, and let its placeholders know it."""
-        # Whether the state dict has it, as floating-point numbers.
-        self.is_saved = self.tensor.is_floating_point()
-        for owner in self.owners:
-            if owner.name in owner.module._non_persistent_buffers_set:
-                self.is_saved = False
         self.leaves: set[Leaf] = set()
         for node in self.nodes:
             self.leaves |= leaves_of(node)
@@ -102,6 +90,13 @@ class Slot:
     def name(self) -> str:
         """Return the first name in the model."""
         return str(self.owners[0])
+
+    @property
+    def refused(self) -> str | None:
+        """Return why it must not change as the parameter of an operator, or None."""
+        if self.blocked is None and self.is_in_norm:
+            return f"{self.name} is part of a norm"
+        return self.blocked
 
 
 def norm_index(node: Node) -> int | None:

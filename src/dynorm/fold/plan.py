@@ -3,21 +3,21 @@
 docs/fold.md has the algebra.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from dynorm.fold.channels import laid_along
-from dynorm.fold.graph import Leaf, Slot, double, rank_of
+from dynorm.fold.graph import Slot, double, rank_of
 from dynorm.fold.operators import Reader, RefusedError, refuse_for, require_new_bias
+from dynorm.fold.report import FOLDED, NOTHING, PARTLY, REFUSED, Rewrite
 from dynorm.fold.site import SiteFold
-from dynorm.fold.stream import Stream, StreamFinder, readers_of, shared_readers
+from dynorm.fold.stream import Stream, readers_of
 from dynorm.fold.trace import Graph
-
-Uses = dict[Leaf, tuple[SiteFold, Reader]]
-"""The readers of all sites, by their use of a weight."""
+from dynorm.layers import PointwiseNorm
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class Options:
 class Plan:
     """All changes of a fold, as float64 values that are computed before any is written."""
 
-    slots: Sequence[Slot]  # all parameters of the model
     folds: Sequence[SiteFold]
     # The new value of each parameter that changes.
     values: dict[Slot, Tensor] = field(default_factory=dict)
@@ -54,241 +53,177 @@ class Plan:
 
 def planned(graph: Graph, folds: Sequence[SiteFold], options: Options) -> Plan:
     """Decide where every part of every norm goes, or why it stays, and compute the new values."""
-    finder = StreamFinder({index: folds[index].site.dim for index in graph.calls})
-    for index, calls in graph.calls.items():
-        fold = folds[index]
-        fold.calls = calls
-        fold.readers = readers_of(calls, fold.site.dim)
-        streams = [finder.stream_of(call.all_input_nodes[0], fold.site.dim) for call in calls]
-        fold.streams = list(dict.fromkeys(streams))
-    _decide_affine(folds, options, graph.slots)
+    plan = Plan(folds)
+    for index, fold in enumerate(folds):
+        if fold.refused is None and index not in graph.calls:
+            fold.refused = "never called while the model was traced"
+        if fold.chosen and options.affine:
+            fold.affine = _affine(plan, fold, graph, graph.calls.get(index, []), options)
     if options.center:
-        _decide_means(folds, options.center_partly)
-    else:
-        for fold in folds:
-            fold.mean_refused = "center is off"
-    plan = Plan(graph.slots, folds)
-    _scale_readers(plan)
-    _remove_means(plan)
+        _fold_means(plan, graph, options.center_partly)
     return plan
 
 
-def _decide_affine(folds: Sequence[SiteFold], options: Options, slots: Sequence[Slot]) -> None:
-    """Decide for each norm whether its weight and bias can go into everything that reads it."""
-    uses: Uses = {}
-    for fold in folds:
-        for reader in fold.readers.linear:
-            uses[reader.leaf] = (fold, reader)
-    for fold in folds:
-        fold.affine_refused = _obstacle(fold, options)
-        if fold.is_absorbed:
-            try:
-                _require_readers(fold, uses, options.add_bias)
-                refuse_for(_tensors_refusal(fold, slots))
-            except RefusedError as refusal:
-                fold.affine_refused = str(refusal)
-    # A norm that shares a reader with a refused one is refused too, until nothing changes.
-    changed = True
-    while changed:
-        changed = False
-        for fold in folds:
-            neighbour = _neighbour_that_stays(fold, uses) if fold.is_absorbed else None
-            if neighbour is not None:
-                fold.affine_refused = (
-                    f"a reader is shared with {neighbour.path}, which cannot be folded"
-                )
-                changed = True
-
-
-def _obstacle(fold: SiteFold, options: Options) -> str | None:
-    """Return why the readers cannot take anything, before their weights are looked at."""
+def _affine(
+    plan: Plan, fold: SiteFold, graph: Graph, calls: Sequence[Node], options: Options
+) -> Rewrite:
+    """Put a norm's weight and bias into everything that reads it, if all of that is linear."""
     if fold.refused is not None:
-        return fold.refused
-    if not fold.calls:
-        return "never called while the model was traced"
-    if fold.readers.refused is not None:
-        return fold.readers.refused
-    if not (fold.chosen and options.affine):
-        return "not chosen"
-    if not fold.readers.linear:
-        return "nothing reads it"
-    if fold.readers.is_scaled and fold.bias is not None:
-        return "scaled token by token before it is read, and its bias with it"
-    if fold.is_line and options.dropout_in_place:
-        return "a dropout of the model works in place, and would write into its input"
-    if fold.is_pointwise and _changes_dtype(fold):
-        return "it returns another dtype than it is given"
-    return None
+        return Rewrite(REFUSED, reason=fold.refused)
+    if fold.weight is None and fold.bias is None:
+        return Rewrite(NOTHING)
+    try:
+        readers = readers_of(calls, fold)
+        _require_readers(fold, readers, options.add_bias)
+        _require_free(fold, calls, options)
+        # A layer drops its own tensors, and other owners keep theirs.
+        if not fold.is_pointwise:
+            for part in fold.affine_parts:
+                _require_unshared(graph.slots[part.tensor])
+    except RefusedError as refusal:
+        return Rewrite(REFUSED, reason=str(refusal))
+    # A weight that is read several times is scaled once.
+    by_weight = {reader.weight.slot: reader for reader in readers}
+    for slot, reader in by_weight.items():
+        old = double(slot.tensor)
+        if fold.weight is not None:
+            plan.values[slot] = reader.scaled(old, fold.weight)
+        if fold.bias is not None:
+            constant = reader.constant(old, fold.bias)
+            if reader.bias is None:
+                plan.added[slot] = constant
+            else:
+                bias = reader.bias.slot
+                plan.values[bias] = plan.value(bias) + constant
+    return Rewrite(FOLDED, tuple(slot.name for slot in by_weight))
 
 
-@torch.no_grad()
-def _changes_dtype(layer: SiteFold) -> bool:
-    """Return whether a point-wise layer casts its input at one of its calls."""
-    for call in layer.calls:
-        given = call.all_input_nodes[0]
-        sizes = [1] * rank_of(given)
-        sizes[layer.site.dim] = layer.site.normalized_shape[0]
-        x = torch.zeros(sizes, dtype=given.meta["val"].dtype, device=given.meta["val"].device)
-        # forward, so that no hook of the user runs.
-        if layer.module.forward(x).dtype != x.dtype:
-            return True
-    return False
-
-
-def _require_readers(fold: SiteFold, uses: Uses, add_bias: bool) -> None:
+def _require_readers(fold: SiteFold, readers: Sequence[Reader], add_bias: bool) -> None:
     """Check that the readers' weights and biases can take the norm's, and are used for nothing else."""
-    readers = fold.readers.linear
-    refuse_for(shared_readers(readers, {leaf: reader for leaf, (_, reader) in uses.items()}))
+    if not readers:
+        raise RefusedError("nothing reads it")
+    uses = {reader.weight.leaf: reader for reader in readers}
     for reader in readers:
-        for leaf in reader.weight.leaves:
-            other, _ = uses[leaf]
-            if not (_same(fold.weight, other.weight) and _same(fold.bias, other.bias)):
-                raise RefusedError(
-                    f"{reader.weight.name}, which reads it, also reads {other.path}, whose weight "
-                    "or bias differs"
-                )
-    if fold.bias is not None:
-        for reader in readers:
-            _require_bias(readers, reader, uses, add_bias)
-    if not fold.is_exact:
-        raise RefusedError("it is not a norm times its weight plus its bias to the last digits")
+        slot = reader.weight.slot
+        refuse_for(slot.refused)
+        for leaf in slot.leaves:
+            other = uses.get(leaf)
+            if other is None or other.weight.axis != reader.weight.axis:
+                raise RefusedError(f"{slot.name}, which reads it, is also used by {leaf.place}")
+        if fold.bias is not None:
+            same_weight = [uses[leaf] for leaf in slot.leaves]
+            _require_bias(reader, same_weight, add_bias)
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return torch.equal(a, b)
-
-
-def _require_bias(readers: Sequence[Reader], reader: Reader, uses: Uses, add_bias: bool) -> None:
+def _require_bias(reader: Reader, same_weight: Sequence[Reader], add_bias: bool) -> None:
     """Check that a reader can take a norm's bias into its own, or can be given one."""
-    slot = reader.weight
-    for leaf in slot.leaves:
-        # A bias that is added to the layer would also reach the use that has a bias already.
-        if (uses[leaf][1].bias is None) != (reader.bias is None):
-            raise RefusedError(
-                f"{slot.name}, which reads it, has a bias in one use and none in another"
-            )
+    slot = reader.weight.slot
+    bias = reader.bias
     if reader.shift_refused is not None:
         raise RefusedError(f"its bias cannot be folded: {reader.shift_refused}")
-    bias = reader.bias
+    for other in same_weight:
+        # A bias that is added to the layer would also reach a use that has none.
+        if (other.bias and other.bias.slot) is not (bias and bias.slot):
+            raise RefusedError(f"{slot.name}, which reads it, has not the same bias in all uses")
     if bias is None:
         if not add_bias:
             raise RefusedError(f"{slot.name} has no bias to take its bias: pass add_bias=True")
-        require_new_bias(slot, reader.node)
+        require_new_bias(reader.weight)
         return
-    refuse_for(bias.refused)
-    ours = {other.bias_leaf for other in readers if other.weight is slot}
-    for leaf in bias.leaves - ours:
-        raise RefusedError(f"{bias.name} is also used by {leaf.place}")
+    refuse_for(bias.slot.refused)
+    ours = {other.bias.leaf for other in same_weight if other.bias is not None}
+    for leaf in bias.slot.leaves - ours:
+        raise RefusedError(f"{bias.slot.name} is also used by {leaf.place}")
 
 
-def _tensors_refusal(fold: SiteFold, slots: Sequence[Slot]) -> str | None:
-    """Return why a norm's weight and bias cannot change; None if they are saved, and only the norm uses them."""
-    # A point-wise layer drops its own, and other owners keep theirs.
-    if fold.is_pointwise:
-        return None
-    for part in fold.affine_parts:
-        held = [slot for slot in slots if slot.tensor is part.tensor]
-        slot = held[0]
-        if not slot.is_saved:
-            return f"{slot.name} is not saved with the model: it would come back when it is loaded"
-        if len(held) > 1 or len(slot.owners) > 1 or slot.leaves or slot.overlaps:
-            return f"{slot.name} is used elsewhere too"
-    return None
+def _require_free(fold: SiteFold, calls: Sequence[Node], options: Options) -> None:
+    """Check that the readers can do what a norm or layer does with its weight and bias."""
+    if not fold.is_exact:
+        raise RefusedError("it is not a norm times its weight plus its bias to the last digits")
+    if fold.is_line and options.dropout_in_place:
+        raise RefusedError("a dropout of the model works in place, and would write into its input")
+    for call in calls:
+        dtype = call.all_input_nodes[0].meta["val"].dtype
+        if isinstance(fold.module, PointwiseNorm) and fold.module.returned_dtype(dtype) != dtype:
+            raise RefusedError("it returns another dtype than it is given")
 
 
-def _neighbour_that_stays(fold: SiteFold, uses: Uses) -> SiteFold | None:
-    for reader in fold.readers.linear:
-        for leaf in reader.weight.leaves:
-            neighbour, _ = uses[leaf]
-            if not neighbour.is_absorbed:
-                return neighbour
-    return None
+def _require_unshared(slot: Slot) -> None:
+    """Check that a norm's own parameter can change, and that only the norm uses it."""
+    refuse_for(slot.blocked)
+    if slot.leaves:
+        raise RefusedError(f"{slot.name} is used elsewhere too")
 
 
-def _decide_means(folds: Sequence[SiteFold], partly: bool) -> None:
-    """Decide for each LayerNorm whether the means of all streams it is called on can go.
+def _fold_means(plan: Plan, graph: Graph, partly: bool) -> None:
+    """Take the means out of the streams that LayerNorms are called on, where all else allows it.
 
     A stream without a mean is the same to a LayerNorm and to an RMSNorm of the same eps. With
     ``partly``, means also go out of the linear writers of a stream that has others; its norms then
     stay LayerNorms.
     """
-    layernorms = [fold for fold in folds if fold.calls and fold.site.kind == "layernorm"]
-    mean_seen_by: dict[Stream, str] = {}
-    refusals: dict[Stream, str] = {}
-    for fold in layernorms:
-        for stream in fold.streams:
-            seen_by = _mean_seen_by(folds, stream)
-            if seen_by is not None:
-                mean_seen_by[stream] = seen_by
-            reason = stream.writer_refused or seen_by
-            if reason is not None:
-                refusals[stream] = reason
-    # Another kind of LayerNorm needs the means of its streams: an RMSNorm would not replace it.
-    for fold in layernorms:
-        if not fold.is_plain_layernorm:
-            for stream in fold.streams:
-                refusals.setdefault(stream, f"{fold.path} is not a LayerNorm to the last digits")
-    for fold in layernorms:
-        for stream in fold.streams:
-            if fold.mean_refused is None:
-                fold.mean_refused = refusals.get(stream)
-        if partly and fold.chosen and fold.mean_refused is not None:
-            fold.partly_mean_free = [
-                stream for stream in fold.streams if stream not in mean_seen_by and stream.writes
-            ]
+    streams: list[Stream] = []
+    freed: dict[Stream, None] = {}
+    for index, fold in enumerate(plan.folds):
+        if not fold.chosen:
+            continue
+        if fold.site.kind not in ("layernorm", ""):
+            fold.center = Rewrite(NOTHING)
+            continue
+        if fold.refused is not None:
+            fold.center = Rewrite(REFUSED, reason=fold.refused)
+            continue
+        called_on: dict[Stream, None] = {}
+        for call in graph.calls[index]:
+            value = call.all_input_nodes[0]
+            called_on[_stream_of(value, fold.site.dim % rank_of(value), plan.folds, streams)] = None
+        fold.center = _center(called_on, partly)
+        if fold.center.state == FOLDED:
+            freed.update(called_on)
+        elif fold.center.state == PARTLY:
+            freed.update(dict.fromkeys(_loses_linear_means(called_on)))
+    _remove_means(plan, freed)
 
 
-def _mean_seen_by(folds: Sequence[SiteFold], stream: Stream) -> str | None:
-    """Return why no writer can lose its mean: something other than LayerNorms sees it."""
-    if stream.axes_refused is not None:
-        return stream.axes_refused
-    for use in stream.norms:
-        norm = folds[use.index]
-        if norm.site.kind != "layernorm" or not use.over_channels:
-            return f"{norm.path} sees its mean"
-    if stream.read_by is not None:
-        return f"{stream.read_by} sees its mean"
-    if stream.is_returned:
-        return "the model returns it, with its mean"
-    return stream.shared_writer_refused
+def _stream_of(value: Node, axis: int, folds: Sequence[SiteFold], known: list[Stream]) -> Stream:
+    """Return the stream that a value belongs to; each is found once."""
+    for stream in known:
+        if value in stream.values:
+            return stream
+    known.append(Stream(value, axis, folds))
+    return known[-1]
 
 
-def _scale_readers(plan: Plan) -> None:
-    """Put the weights and biases of norms into their readers."""
-    # Norms that share a reader have the same weight and bias, which go in once.
-    done = set()
-    for fold in plan.folds:
-        for reader in fold.readers.linear if fold.is_absorbed else ():
-            weight = reader.weight
-            bias = reader.bias
-            if (weight, bias) in done:
-                continue
-            done.add((weight, bias))
-            # From the old weight, so that one that is read with two biases is scaled once.
-            old = double(weight.tensor)
-            if fold.weight is not None:
-                plan.values[weight] = reader.scaled(old, fold.weight)
-            if fold.bias is not None:
-                constant = reader.constant(old, fold.bias)
-                if bias is None:
-                    plan.added[weight] = constant
-                else:
-                    plan.values[bias] = plan.value(bias) + constant
+def _center(streams: Collection[Stream], partly: bool) -> Rewrite:
+    """Decide whether the means of all streams that a LayerNorm is called on can go."""
+    reason = None
+    for stream in streams:
+        reason = reason or stream.writer_refused or stream.refused
+    if reason is None:
+        return Rewrite(FOLDED, _names_of_writers(streams))
+    freed = _loses_linear_means(streams) if partly else []
+    return Rewrite(PARTLY if freed else REFUSED, _names_of_writers(freed), reason)
 
 
-def _remove_means(plan: Plan) -> None:
-    """Take the means out of everything that writes into the streams that lose theirs."""
-    streams: dict[Stream, None] = {}
-    for fold in plan.folds:
-        if fold.becomes_rms:
-            streams.update(dict.fromkeys(fold.streams))
-        streams.update(dict.fromkeys(fold.partly_mean_free))
+def _loses_linear_means(streams: Collection[Stream]) -> list[Stream]:
+    """Return the streams whose linear writers can lose their means, although others keep theirs."""
+    return [stream for stream in streams if stream.refused is None and stream.writes]
+
+
+def _names_of_writers(streams: Collection[Stream]) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    for stream in streams:
+        names.update(dict.fromkeys(write.operand.slot.name for write in stream.writes))
+    return tuple(names)
+
+
+def _remove_means(plan: Plan, streams: Collection[Stream]) -> None:
+    """Take the means out of everything that writes into some streams."""
     done = set()
     for stream in streams:
         for write in stream.writes:
-            slot = write.slot
+            slot = write.operand.slot
+            axis = write.operand.axis
             if slot in done:
                 continue
             done.add(slot)
@@ -296,11 +231,11 @@ def _remove_means(plan: Plan) -> None:
             bias = plan.added.get(slot)
             if write.gain is not None:
                 # The mean to take out is that of the scaled outputs.
-                gain = double(write.gain.tensor)
-                plan.values[write.gain] = torch.ones_like(gain)
-                value = value * laid_along(gain, write.axis, value.ndim)
+                gain = double(write.gain.slot.tensor)
+                plan.values[write.gain.slot] = torch.ones_like(gain)
+                value = value * laid_along(gain, axis, value.ndim)
                 if bias is not None:
                     bias = bias * gain
-            plan.values[slot] = value - value.mean(write.axis, keepdim=True)
+            plan.values[slot] = value - value.mean(axis, keepdim=True)
             if bias is not None:
                 plan.added[slot] = bias - bias.mean()

@@ -1,12 +1,7 @@
 """The report of a fold: one row per norm."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dynorm.fold.plan import Options
-from dynorm.fold.site import SiteFold
-from dynorm.fold.stream import Stream
 from dynorm.plain import Plain, PlainRecord
 from dynorm.site import NormSite
 from dynorm.table import Table
@@ -46,6 +41,9 @@ class Rewrite:
         if self.state == REFUSED:
             return f"{text}: {self.reason}"
         return f"{text}; {self.reason}"
+
+
+NOT_WANTED = Rewrite(OFF)
 
 
 @dataclass(frozen=True)
@@ -167,48 +165,3 @@ class FoldReport(Plain):
     def __str__(self) -> str:
         """Return the report as plain text."""
         return str(self.table())
-
-
-def row_of(fold: SiteFold, options: Options) -> FoldedSite:
-    """Return the row of a site."""
-    becomes = ""
-    if fold.is_gone:
-        becomes = "Identity"
-    elif fold.becomes_rms:
-        becomes = "RMSNorm"
-    return FoldedSite(
-        fold.path,
-        fold.site.kind or fold.site.class_name,
-        math.prod(fold.site.normalized_shape),
-        _affine(fold) if options.affine and fold.chosen else Rewrite(OFF),
-        _mean(fold) if options.center and fold.chosen else Rewrite(OFF),
-        becomes,
-    )
-
-
-def _affine(fold: SiteFold) -> Rewrite:
-    is_empty = fold.weight is None and fold.bias is None
-    if fold.affine_refused is not None and not (is_empty and fold.refused is None):
-        return Rewrite(REFUSED, reason=fold.affine_refused)
-    if is_empty:
-        return Rewrite(NOTHING)
-    into = [reader.weight.name for reader in fold.readers.linear]
-    return Rewrite(FOLDED, tuple(dict.fromkeys(into)))
-
-
-def _mean(fold: SiteFold) -> Rewrite:
-    if fold.partly_mean_free:
-        return Rewrite(PARTLY, _names_of_writers(fold.partly_mean_free), fold.mean_refused)
-    if fold.becomes_rms:
-        return Rewrite(FOLDED, _names_of_writers(fold.streams))
-    if fold.site.kind == "layernorm" or (fold.refused is not None and not fold.site.kind):
-        uncalled = "never called while the model was traced"
-        return Rewrite(REFUSED, reason=fold.mean_refused or fold.refused or uncalled)
-    return Rewrite(NOTHING)
-
-
-def _names_of_writers(streams: Sequence[Stream]) -> tuple[str, ...]:
-    names: dict[str, None] = {}
-    for stream in streams:
-        names.update(dict.fromkeys(write.slot.name for write in stream.writes))
-    return tuple(names)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
 
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.find.recover import core
@@ -19,12 +18,11 @@ from dynorm.find.tokens import (
 )
 from dynorm.fold.check import WideCasts, relative_error
 from dynorm.fold.graph import double
-from dynorm.fold.stream import Readers, Stream
+from dynorm.fold.report import FOLDED, NOT_WANTED, PARTLY, FoldedSite, Rewrite
 from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import NormSite
 
-NORMS = ("layernorm", "rmsnorm")
 _EXACT = 1e-11
 # Small tokens show whether eps is added to the variance, and where.
 _SCALES = (1e-3, 1.0, 1e3)
@@ -54,8 +52,7 @@ class SiteFold:
     """One norm or point-wise layer, and the fold there.
 
     It computes ``weight * core(x) + bias``; the fixed scale of a point-wise layer is in ``weight``.
-    The core of a linear layer without witnesses is ``x`` itself, and the layer can be removed. A
-    field ``..._refused`` is the reason why a part stays.
+    The core of a linear layer without witnesses is ``x`` itself, and the layer can be removed.
     """
 
     site: NormSite
@@ -70,15 +67,8 @@ class SiteFold:
     # mean that is an RMSNorm with the same eps.
     is_plain_layernorm: bool = False
 
-    # On the graph; empty if it is not traced or never called.
-    calls: list[Node] = field(default_factory=list)
-    readers: Readers = field(default_factory=Readers)  # the operators that read its outputs
-    streams: list[Stream] = field(default_factory=list)  # the streams that it is called on
-
-    affine_refused: str | None = None  # why weight and bias do not go into the readers
-    mean_refused: str | None = None  # why the mean of a LayerNorm does not leave its streams
-    # Those whose linear writers lose their means, although others keep theirs.
-    partly_mean_free: list[Stream] = field(default_factory=list)
+    affine: Rewrite = NOT_WANTED  # weight and bias, into the readers
+    center: Rewrite = NOT_WANTED  # the mean of a LayerNorm, out of its streams
 
     @property
     def path(self) -> str:
@@ -98,8 +88,7 @@ class SiteFold:
     @property
     def is_absorbed(self) -> bool:
         """Return whether its weight and bias go into the readers."""
-        is_empty = self.weight is None and self.bias is None
-        return self.affine_refused is None and not is_empty
+        return self.affine.state == FOLDED
 
     @property
     def is_gone(self) -> bool:
@@ -109,14 +98,12 @@ class SiteFold:
     @property
     def becomes_rms(self) -> bool:
         """Return whether it is a LayerNorm that becomes an RMSNorm."""
-        is_layernorm = self.site.kind == "layernorm" and bool(self.streams)
-        return self.chosen and is_layernorm and self.mean_refused is None
+        return self.center.state == FOLDED
 
     @property
     def is_changed(self) -> bool:
         """Return whether the fold changes anything here."""
-        is_edited = self.is_absorbed or self.becomes_rms
-        return is_edited or bool(self.partly_mean_free)
+        return self.is_absorbed or self.center.state in (FOLDED, PARTLY)
 
     def site_after(self) -> NormSite | None:
         """Return the site of the norm as it is after the fold; None for a layer, or if it is gone."""
@@ -135,6 +122,17 @@ class SiteFold:
             bias_name="bias" if "bias" in names else None,
             weight_offset=0.0,
         )
+
+    def row(self) -> FoldedSite:
+        """Return its row of the report."""
+        becomes = ""
+        if self.is_gone:
+            becomes = "Identity"
+        elif self.becomes_rms:
+            becomes = RMSNorm.__name__
+        kind = self.site.kind or self.site.class_name
+        channels = math.prod(self.site.normalized_shape)
+        return FoldedSite(self.path, kind, channels, self.affine, self.center, becomes)
 
 
 def site_folds(

@@ -1,11 +1,11 @@
 """Trace a model's graph: each norm becomes one opaque node, and parameters know their owners."""
 
-import itertools
+import functools
 import logging
 import operator
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -20,24 +20,35 @@ from torch.utils._pytree import tree_leaves
 
 from dynorm.batches import Inputs
 from dynorm.errors import DynormError, ModelError
-from dynorm.fold.graph import Owner, Slot, leaves_of, norm_index, packet
+from dynorm.fold.graph import Owner, Slot, norm_index, packet
 from dynorm.fold.tensors import mapped, tensors_in
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 Owners = dict[Tensor, list[Owner]]
+"""The modules that hold each parameter or buffer."""
 
 
-@torch.library.custom_op("dynorm::norm_call", mutates_args=())
-def norm_call(x: Tensor, index: int) -> Tensor:
-    """Take the place of the norm with an index while a model is traced."""
-    return x.clone()
+@functools.cache
+def _norm_call() -> Callable[[Tensor, int], Tensor]:
+    """Return the operator that takes the place of the norm with an index while a model is traced.
+
+    It is registered when it is first needed, not when dynorm is imported.
+    """
+
+    @torch.library.custom_op("dynorm::norm_call", mutates_args=())
+    def norm_call(x: Tensor, index: int) -> Tensor:
+        return x.clone()
+
+    norm_call.register_fake(lambda x, index: torch.empty_like(x))
+    return norm_call
 
 
-@norm_call.register_fake
-def _(x: Tensor, index: int) -> Tensor:
-    return torch.empty_like(x)
+def _hidden_norm(index: int) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a norm that is one opaque operator."""
+    norm_call = _norm_call()
+    return lambda x: norm_call(x, index)
 
 
 class Graph:
@@ -46,18 +57,16 @@ class Graph:
     The caller undoes all changes of the model: trace it inside
     ``undisturbed(model, attributes=True)``. Sizes are those of the example, and code that the
     example does not run is not in the graph. Each of the ``norms``, by index, becomes one node,
-    ``norm_call(x, index)``. With ``untie``, each owner of a tied parameter may get a tensor that it
-    does not share.
+    ``norm_call(x, index)``.
     """
 
-    def __init__(
-        self, model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs, untie: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs) -> None:
+        # Before the trace, which may keep tensors of its own on the modules.
         owners = _owners(model)
         overlapping = _overlapping(model)
-        separable = {tensor: owners[tensor] for tensor in owners if tensor not in overlapping}
-        _show_owners_(separable)
-        _hide_norms_(norms)
+        for number, norm in norms.items():
+            # Python finds an instance attribute before the method of the class.
+            norm.__dict__["forward"] = _hidden_norm(number)
         try:
             with _silent():
                 program = _exported(_Flat(model, example))
@@ -66,18 +75,48 @@ class Graph:
         # torch.export raises many kinds of errors, and passes on those of the model's code.
         except Exception as error:
             raise _not_traceable(error) from error
-        placeholders = _placeholders(program)
-        self.slots: list[Slot] = []
-        for tensor, holders in owners.items():
-            nodes = {owner: _nodes_of(owner, placeholders) for owner in holders}
-            self.slots += _slots(tensor, nodes, tensor in overlapping, untie)
-        _forbid_parts_of(norms.values(), self.slots)
+        self.slots = _slots(owners, overlapping, norms.values(), _placeholders(program))
         # The calls of each norm, by the index of the norm.
         self.calls: dict[int, list[Node]] = {}
         for node in program.graph.nodes:
             index = norm_index(node)
             if index is not None:
                 self.calls.setdefault(index, []).append(node)
+
+
+def _slots(
+    owners_of: Owners,
+    overlapping: set[Tensor],
+    norms: Iterable[nn.Module],
+    placeholders: Mapping[str, list[Node]],
+) -> dict[Tensor, Slot]:
+    """Return all parameters and buffers of a model, with the reasons why some must not change."""
+    inside: set[nn.Module] = set()
+    for norm in norms:
+        inside |= set(norm.modules())
+    slots = {}
+    for tensor, owners in owners_of.items():
+        nodes = []
+        for owner in owners:
+            for path in owner.paths:
+                nodes += placeholders.get(f"{path}.{owner.name}" if path else owner.name, [])
+        blocked = None
+        if tensor in overlapping:
+            blocked = f"{owners[0]} shares its memory with another tensor of the model"
+        elif len(owners) > 1:
+            blocked = f"{owners[0]} is {owners[1]} too"
+            if isinstance(tensor, nn.Parameter):
+                blocked += ": pass untie=True"
+        elif not _is_saved(owners[0], tensor):
+            blocked = f"{owners[0]} is not saved with the model in floating point"
+        is_in_norm = any(owner.module in inside for owner in owners)
+        slots[tensor] = Slot(tensor, owners, nodes, blocked, is_in_norm)
+    return slots
+
+
+def _is_saved(owner: Owner, tensor: Tensor) -> bool:
+    is_left_out = owner.name in owner.module._non_persistent_buffers_set
+    return tensor.is_floating_point() and not is_left_out
 
 
 def _owners(model: nn.Module) -> Owners:
@@ -92,27 +131,6 @@ def _owners(model: nn.Module) -> Owners:
                 owner = Owner(module, name, tuple(paths[module]))
                 owners.setdefault(tensor, []).append(owner)
     return owners
-
-
-def _show_owners_(owners: Owners) -> None:
-    """Give every owner of a tied tensor but the first an alias of it, so that the graph shows whose is used."""
-    for tensor, holders in owners.items():
-        for owner in holders[1:]:
-            alias = tensor.detach()
-            if isinstance(tensor, nn.Parameter):
-                alias = nn.Parameter(alias, tensor.requires_grad)
-            owner.table[owner.name] = alias
-
-
-def _hide_norms_(norms: Mapping[int, nn.Module]) -> None:
-    """Make each norm compute one opaque operator."""
-
-    def hidden(index: int) -> Callable[[Tensor], Tensor]:
-        return lambda x: torch.ops.dynorm.norm_call(x, index)
-
-    for index, norm in norms.items():
-        # Python finds an instance attribute before the method of the class.
-        norm.__dict__["forward"] = hidden(index)
 
 
 def _exported(flat: "_Flat") -> "ExportedProgram":
@@ -172,49 +190,6 @@ def _placeholders(program: "ExportedProgram") -> dict[str, list[Node]]:
         if node.name in names:
             nodes.setdefault(names[node.name].removeprefix("model."), []).append(node)
     return nodes
-
-
-def _nodes_of(
-    owner: Owner,
-    placeholders: Mapping[str, list[Node]],
-) -> list[Node]:
-    """Return the nodes of a parameter under all paths of its module."""
-    nodes = []
-    for path in owner.paths:
-        nodes += placeholders.get(f"{path}.{owner.name}" if path else owner.name, [])
-    return nodes
-
-
-def _slots(
-    tensor: Tensor, nodes: Mapping[Owner, list[Node]], overlaps: bool, untie: bool
-) -> list[Slot]:
-    """Return the slots of one tensor: one for each owner if it may be untied, else one for all."""
-    # Only parameters are untied; a buffer stays one tensor.
-    is_buffer = any(owner.table is owner.module._buffers for owner in nodes)
-    if untie and not overlaps and not is_buffer:
-        return [Slot(tensor, [owner], nodes[owner]) for owner in nodes]
-    hint = "" if len(nodes) == 1 or untie or is_buffer else ": pass untie=True"
-    all_nodes = list(itertools.chain.from_iterable(nodes.values()))
-    slot = Slot(tensor, list(nodes), all_nodes, overlaps=overlaps, hint=hint)
-    if overlaps:
-        slot.refused = f"{slot.name} shares its memory with another tensor of the model"
-    elif len(nodes) > 1:
-        for owner, owner_nodes in nodes.items():
-            if not any(map(leaves_of, owner_nodes)):
-                slot.refused = f"{slot.name} is {owner} too, which the example does not use{hint}"
-                break
-    return [slot]
-
-
-def _forbid_parts_of(norms: Iterable[nn.Module], slots: Sequence[Slot]) -> None:
-    """Note that a norm's tensors must not change: an opaque norm does not show how it uses them."""
-    inside: set[nn.Module] = set()
-    for norm in norms:
-        inside |= set(norm.modules())
-    for slot in slots:
-        for owner in slot.owners:
-            if owner.module in inside and slot.refused is None:
-                slot.refused = f"{owner} is part of a norm"
 
 
 def _overlapping(model: nn.Module) -> set[Tensor]:
