@@ -86,14 +86,12 @@ def test_many_fits_at_once_are_the_single_ones(name: str) -> None:
 
 
 @families
-def test_a_familys_parts_belong_together(name: str) -> None:
+def test_a_familys_inverse(name: str) -> None:
     family = FAMILIES[name]
     k = torch.tensor([0.3], dtype=torch.float64)
-    z = torch.linspace(-2, 2, 41, dtype=torch.float64, requires_grad=True)
+    z = torch.linspace(-2, 2, 41, dtype=torch.float64)
     f = family.curve(z / k, k**family.power, scale=1.0)
-    (slope,) = torch.autograd.grad(f.sum(), z)
-    torch.testing.assert_close(family.slope(z.detach()), slope)
-    torch.testing.assert_close(family.inverse(f.detach()), z.detach())
+    torch.testing.assert_close(family.inverse(f), z)
 
 
 def test_the_function_takes_any_shape_and_layout() -> None:

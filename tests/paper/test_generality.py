@@ -22,15 +22,6 @@ def test_each_sample_is_that_of_its_seed(channels: int, sigma: float, mean: floa
         assert many.closed_residuals[row] < 1e-13
 
 
-def test_samples_that_do_not_fit_into_memory_at_once_are_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole = study(20, samples=10)
-    monkeypatch.setattr(generality, "_CHUNK", 4 * 20 * 9)
-    parts = study(20, samples=10)
-    assert parts.residuals["DyISRU"].tolist() == whole.residuals["DyISRU"].tolist()
-
-
 def test_the_settings_and_who_wins_in_them() -> None:
     seen = []
 

@@ -206,7 +206,7 @@ def test_the_command_prints_json_alone() -> None:
     assert [row["name"] for row in result["statements"]] == ["appendix-b", "note-centering"]
     for row in result["statements"]:
         assert row["digits_error"] < 1e-50
-        assert {step["outcome"] for step in row["steps"]} == {"proven"}
+        assert all(step["proven"] for step in row["steps"])
 
 
 def test_a_failure_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

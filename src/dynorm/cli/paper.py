@@ -30,7 +30,7 @@ def paper(
     ] = Path("paper"),
     figure: Annotated[
         list[str] | None,
-        typer.Option(help="Draw only this figure, fig1 to fig4. Default: all. Repeatable."),
+        typer.Option(help="Draw only this figure, fig1 to fig3. Default: all. Repeatable."),
     ] = None,
     seed: Annotated[
         int | None,
@@ -55,13 +55,13 @@ def paper(
     """
     from dynorm.paper.figures import FIGURES, FORMATS, check_figures, draw, render
     from dynorm.paper.generality import PAPER_SEED, reproduce, study_all
-    from dynorm.paper.table import document, outliers_csv, printed
+    from dynorm.paper.table import document, printed
 
     names = list(figure or FIGURES)
     names = list(dict.fromkeys(names))
     check_figures(names)
     _check(channels, sigma, seed, samples)
-    files = ["table.json", "table.csv"]
+    files = ["table.json"]
     for name in names:
         files += [f"{name}.{format}" for format in FORMATS]
     for file in files:
@@ -77,7 +77,6 @@ def paper(
         reproduction = reproduce(channels, sigma, seed)
     as_text = json.dumps(document(reproduction), indent=1)
     write_text(out / "table.json", as_text + "\n")
-    write_text(out / "table.csv", outliers_csv(reproduction))
     for name in progress(names, description="figures"):
         drawn = draw(name, reproduction)
         for format in FORMATS:
@@ -89,7 +88,7 @@ def paper(
     for part in printed(reproduction):
         console.print(part, markup=False, soft_wrap=True)
     console.print(
-        f"\nThe tables are in {out}, and the figures {', '.join(names)} as PNG and SVG.",
+        f"\n{out} has the results as table.json, and {', '.join(names)} as PNG and SVG.",
         markup=False,
     )
 

@@ -1,4 +1,4 @@
-"""The paper's figures 1 to 3, and the size of every residual."""
+"""The paper's figures 1 to 3."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from dynorm.errors import ArgumentError, require_library
-from dynorm.family import FAMILY
 from dynorm.functional import dyisru, dyt
 from dynorm.paper.fits import CLOSED
 from dynorm.paper.generality import Reproduction
@@ -21,21 +20,12 @@ from dynorm.report.colours import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg")
-COLORS = {FAMILY[name].title: colour for name, colour in COLOURS.items()} | {CLOSED: "#000000"}
+_COLORS = {"DyT": COLOURS["dyt"], "DyISRU": COLOURS["dyisru"]}
+_MARKERS = {"DyT": "s", "DyISRU": "o"}
 _DASHED = (0, (5, 1.5))
-_DOTTED = (0, (1, 1.2))
-# The functions differ in color, dashes and marker.
-_LINES: dict[str, dict[str, Any]] = {
-    "DyT": {"color": COLORS["DyT"], "linestyle": "-", "marker": "s"},
-    "Derf": {"color": COLORS["Derf"], "linestyle": _DASHED, "marker": "^"},
-    "DyISRU": {"color": COLORS["DyISRU"], "linestyle": "-", "marker": "o"},
-    "linear": {"color": COLORS["linear"], "linestyle": _DOTTED, "marker": "v"},
-    CLOSED: {"color": COLORS[CLOSED], "linestyle": "-", "marker": "D"},
-}
 GREY = "#8A8A8A"
 # Figures are drawn and saved in this style; the user's settings return afterwards.
 _STYLE = Path(__file__).with_name("figures.mplstyle")
@@ -62,14 +52,10 @@ def draw(name: str, reproduction: Reproduction) -> Figure:
 
 
 def render(figure: Figure, format: str, dpi: int = 220) -> bytes:
-    """Return a figure as the bytes of a png or svg file, the same in every run.
+    """Return a figure as the bytes of a file in one of :data:`FORMATS`, the same in every run.
 
     ``dpi`` is the resolution of a png.
     """
-    if format not in FORMATS:
-        raise ArgumentError(
-            f"format must be one of {', '.join(FORMATS)}, got {format!r}: give one of those"
-        )
     from matplotlib import rc_context
 
     metadata: dict[str, None] = {}
@@ -110,12 +96,6 @@ def _draw_outliers(axes: Axes, simulation: Simulation, step: int) -> None:
     from matplotlib import colormaps
 
     shades = colormaps["viridis"](np.linspace(0.0, 0.9, STEPS))
-    if step == 1:
-        label = "outlier, $S = 1$"
-    elif step == 2:
-        label = "outliers, $S = 1, 2$"
-    else:
-        label = f"outliers, $S = 1, \\ldots, {step}$"
     axes.scatter(
         simulation.outliers[:step],
         simulation.outputs[:step],
@@ -124,16 +104,8 @@ def _draw_outliers(axes: Axes, simulation: Simulation, step: int) -> None:
         zorder=3,
         edgecolors="white",
         linewidths=0.5,
-        label=label,
+        label=f"outliers, $S = 1$ to ${step}$" if step > 1 else "outlier, $S = 1$",
     )
-
-
-def with_mean(name: str, mean: float) -> str:
-    """Return a legend's text: the function, and its mean absolute residual to two digits."""
-    mantissa, _, exponent = f"{mean:.2g}".partition("e")
-    if not exponent:
-        return f"{name}: ${mantissa}$"
-    return rf"{name}: ${mantissa} \times 10^{{{int(exponent)}}}$"
 
 
 def _padded(values: Array) -> tuple[float, float]:
@@ -144,21 +116,6 @@ def _padded(values: Array) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _label_decades(axis: Axis) -> None:
-    """Write the powers of ten of a logarithmic axis as plain text.
-
-    matplotlib's own labels are formulas and take ten times as long to draw.
-    """
-    superscripts = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-    def power_of_ten(value: float, _: float) -> str:
-        exponent = round(math.log10(value))
-        return "10" + str(exponent).translate(superscripts)
-
-    axis.set_major_formatter(power_of_ten)
-    axis.set_minor_formatter("")
-
-
 def _draw_functions(figure: Figure, _: Reproduction) -> None:
     """Draw DyT and DyISRU with two constants each, at C = 50."""
     axes = figure.add_subplot()
@@ -167,11 +124,11 @@ def _draw_functions(figure: Figure, _: Reproduction) -> None:
     for alpha, dashes in ((0.1, "-"), (0.05, _DASHED)):
         y = dyt(x, alpha, scale=scale)
         label = rf"DyT, $\alpha = {alpha:g}$"
-        axes.plot(x, y, color=COLORS["DyT"], linestyle=dashes, label=label)
+        axes.plot(x, y, color=_COLORS["DyT"], linestyle=dashes, label=label)
     for beta, dashes in ((100.0, "-"), (500.0, _DASHED)):
         y = dyisru(x, beta, scale=scale)
         label = rf"DyISRU, $\beta = {beta:g}$"
-        axes.plot(x, y, color=COLORS["DyISRU"], linestyle=dashes, label=label)
+        axes.plot(x, y, color=_COLORS["DyISRU"], linestyle=dashes, label=label)
     axes.axhline(scale, **_BOUND, label=rf"$\pm\sqrt{{C - 1}} = \pm{scale:g}$")
     axes.axhline(-scale, **_BOUND)
     axes.set(xlabel="$x$", ylabel="$y$", xlim=(-60, 60), ylim=(-8, 8))
@@ -242,15 +199,15 @@ def _draw_fits(figure: Figure, reproduction: Reproduction) -> None:
     for name in ("DyT", "DyISRU"):
         fit = reproduction.fits[name]
         label = rf"{name}, $\{fit.constant} = {fit.value:.4g}$"
-        top.plot(x, fit.function(x), color=COLORS[name], label=label)
-        mean = with_mean(name, fit.mean_absolute_residual)
+        top.plot(x, fit.function(x), color=_COLORS[name], label=label)
         bottom.plot(
             simulation.outliers,
             fit.residuals,
             linewidth=1,
             markersize=4.5,
-            label=mean,
-            **_LINES[name],
+            label=f"{name}: {fit.mean_absolute_residual:.2g}",
+            color=_COLORS[name],
+            marker=_MARKERS[name],
         )
     _draw_outliers(top, simulation, STEPS)
     top.set(ylabel="$y$", xlim=(left, right), ylim=(lowest, max(highest, bound * 1.06)))
@@ -262,38 +219,9 @@ def _draw_fits(figure: Figure, reproduction: Reproduction) -> None:
         axes.yaxis.set_label_coords(-0.085, 0.5)
 
 
-def _draw_sizes(figure: Figure, reproduction: Reproduction) -> None:
-    """Draw the size of every residual on one scale; that of the closed form is rounding."""
-    simulation = reproduction.simulation
-    axes = figure.add_subplot()
-    floor = 1e-17
-    last_digit = float(np.spacing(simulation.outputs.max()))
-    axes.axhspan(floor / 50, last_digit, color="#EDEDED", linewidth=0)
-    for name in ("linear", "Derf", "DyT", "DyISRU", CLOSED):
-        fit = reproduction.fits[name]
-        sizes = np.maximum(np.abs(fit.residuals), floor)
-        mean = with_mean(name, fit.mean_absolute_residual)
-        axes.plot(
-            simulation.outliers, sizes, linewidth=1, markersize=4.5, label=mean, **_LINES[name]
-        )
-    axes.set_yscale("log")
-    axes.set(xlabel="outlier $x_o$", ylabel="|function − LayerNorm|", ylim=(floor / 50, 30))
-    axes.set_yticks([10.0**k for k in range(-16, 1, 4)])
-    _label_decades(axes.yaxis)
-    note = "last digit of float64; a residual of 0 is drawn at $10^{-17}$"
-    axes.annotate(note, (0.015, 0.012), xycoords="axes fraction", fontsize=8, color="#505050")
-    axes.legend(
-        title="mean absolute residual",
-        alignment="left",
-        loc="center left",
-        bbox_to_anchor=(0.0, 0.5),
-    )
-
-
 FIGURES: dict[str, tuple[Callable[[Figure, Reproduction], None], tuple[float, float]]] = {
     "fig1": (_draw_functions, (5.6, 3.6)),
     "fig2": (_draw_samples, (7.0, 5.4)),
     "fig3": (_draw_fits, (6.0, 5.6)),
-    "fig4": (_draw_sizes, (6.0, 4.0)),
 }
 """The function that draws each figure, and its size in inches."""

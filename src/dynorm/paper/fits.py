@@ -32,7 +32,6 @@ class Family:
     power: int
     # The function of :mod:`dynorm.functional`; it takes x, the constant and the keyword scale.
     curve: Callable[..., Tensor]
-    slope: Callable[[Tensor], Tensor]  # f'
     inverse: Callable[[Tensor], Tensor]  # the inverse of f
 
 
@@ -41,7 +40,6 @@ DYT = Family(
     constant="alpha",
     power=1,
     curve=dyt,
-    slope=lambda z: torch.cosh(z) ** -2,
     inverse=torch.atanh,
 )
 DERF = Family(
@@ -49,7 +47,6 @@ DERF = Family(
     constant="alpha",
     power=1,
     curve=derf,
-    slope=lambda z: 2 / math.sqrt(math.pi) * torch.exp(-z * z),
     inverse=torch.erfinv,
 )
 DYISRU = Family(
@@ -57,7 +54,6 @@ DYISRU = Family(
     constant="beta",
     power=-2,
     curve=dyisru,
-    slope=lambda z: (1 + z * z) ** -1.5,
     inverse=lambda f: f / ((1 - f) * (1 + f)) ** 0.5,
 )
 FAMILIES = {family.name: family for family in (DYT, DERF, DYISRU)}
@@ -182,12 +178,11 @@ def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
     def gradient(log_k: Array, row: Array) -> Array:
         # The search passes only the sets that have not converged, with their row numbers.
         rows = torch.from_numpy(row).long()
-        logs = torch.from_numpy(log_k)[:, None]
-        x = inputs[rows]
-        residuals = family.curve(x, (family.power * logs).exp(), scale=scale) - outputs[rows]
-        z = logs.exp() * x
-        slopes = scale * z * family.slope(z)
-        return (residuals * slopes).sum(-1).numpy()
+        logs = torch.from_numpy(log_k)[:, None].requires_grad_()
+        constants = (family.power * logs).exp()
+        residuals = family.curve(inputs[rows], constants, scale=scale) - outputs[rows]
+        (slope,) = torch.autograd.grad(residuals.square().sum(), logs)
+        return slope[:, 0].numpy()
 
     try:
         # Only the fits need scipy.

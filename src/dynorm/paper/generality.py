@@ -1,6 +1,5 @@
 """Section 4: one simulation with its fits, and a study of the same fits over many samples."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from dynorm.errors import ArgumentError
-from dynorm.functional import dyisru_general, layer_norm
 from dynorm.paper.fits import CLOSED, FITTED, Fit, closed_form, fit, fit_many, outputs_of
-from dynorm.paper.simulation import STEP, STEPS, Array, Simulation, check_settings, raised, simulate
+from dynorm.paper.simulation import STEP, Array, Simulation, check_settings, simulate
 
 Setting = tuple[int, float, float]  # C, sigma and mean
-
-# The largest number of float64 values in memory at once.
-_CHUNK = 2**22
 
 
 @dataclass(frozen=True)
@@ -99,92 +94,41 @@ def study(
     check_settings(channels, sigma, mean, seed=samples)
     if samples < 1:
         raise ArgumentError(f"samples must be at least 1, got {samples}: give more, say 1000")
-    size = max(_CHUNK // (channels * STEPS), 1)
-    seeds = np.arange(1, samples + 1)
-    parts = []
-    for start in range(0, samples, size):
-        parts.append(_outliers(channels, sigma, mean, seeds[start : start + size]))
-    outliers = _Outliers.joined(parts)
-    can_be_fitted = outliers.x[:, 0] > 0
-    if not can_be_fitted.any():
+    seeds = []
+    outliers = []
+    outputs = []
+    closed_residuals = []
+    for seed in range(1, samples + 1):
+        simulation = simulate(channels, sigma, mean, seed)
+        if simulation.outliers[0] <= 0:
+            continue
+        seeds.append(seed)
+        outliers.append(simulation.outliers)
+        outputs.append(simulation.outputs)
+        closed_residuals.append(closed_form(simulation).mean_absolute_residual)
+    if not seeds:
         raise ArgumentError(
             f"the outlier must be positive after its first step of {STEP:g} in at least one "
             f"sample, but is in none of {samples} with C={channels}, sigma={sigma} and "
             f"mean={mean}: take a smaller sigma or a larger mean"
         )
-    outliers = outliers.where(can_be_fitted)
-    x = torch.from_numpy(outliers.x)
-    y = outliers.y
+    x = np.stack(outliers)
+    y = np.stack(outputs)
     residuals = {}
     for name in FITTED:
-        constants = fit_many(name, outliers.x, y, channels)
-        outputs = outputs_of(name, x, torch.from_numpy(constants)[:, None], channels)
-        residuals[name] = np.abs(outputs.numpy() - y).mean(-1)
-    closed = dyisru_general(
-        x,
-        torch.from_numpy(outliers.betas[:, None]),
-        torch.from_numpy(outliers.centers[:, None]),
-        scale=math.sqrt(channels - 1),
-    )
+        constants = fit_many(name, x, y, channels)
+        fitted = outputs_of(
+            name, torch.from_numpy(x), torch.from_numpy(constants)[:, None], channels
+        )
+        residuals[name] = np.abs(fitted.numpy() - y).mean(-1)
     return Study(
         channels,
         sigma,
         mean,
-        seeds=seeds[can_be_fitted],
-        skipped=samples - len(x),
+        seeds=np.array(seeds),
+        skipped=samples - len(seeds),
         residuals=residuals,
-        closed_residuals=np.abs(closed.numpy() - y).mean(-1),
-    )
-
-
-@dataclass(frozen=True)
-class _Outliers:
-    """The outliers of many samples: x and y have the shape (samples, STEPS), the rest (samples,)."""
-
-    x: Array
-    y: Array  # LayerNorm's outputs at x
-    centers: Array  # the mean of the other channels
-    betas: Array  # C times the variance of the other channels
-
-    @classmethod
-    def joined(cls, parts: Sequence["_Outliers"]) -> "_Outliers":
-        return cls(
-            np.concatenate([part.x for part in parts]),
-            np.concatenate([part.y for part in parts]),
-            np.concatenate([part.centers for part in parts]),
-            np.concatenate([part.betas for part in parts]),
-        )
-
-    def where(self, chosen: NDArray[np.bool_]) -> "_Outliers":
-        return _Outliers(
-            x=self.x[chosen],
-            y=self.y[chosen],
-            centers=self.centers[chosen],
-            betas=self.betas[chosen],
-        )
-
-
-def _outliers(
-    channels: int,
-    sigma: float,
-    mean: float,
-    seeds: NDArray[np.int64],
-) -> _Outliers:
-    """Draw the samples of some seeds and raise their largest elements."""
-    generator = np.random.RandomState()
-    samples = np.empty((len(seeds), channels))
-    for sample, seed in zip(samples, seeds.tolist(), strict=True):
-        generator.seed(seed)
-        sample[:] = mean + sigma * generator.randn(channels)
-    samples.sort()
-    others = samples[:, :-1]
-    tokens = raised(samples)[:, 1:]
-    outputs = layer_norm(torch.from_numpy(tokens), eps=0.0).numpy()
-    return _Outliers(
-        x=tokens[..., -1],
-        y=outputs[..., -1],
-        centers=others.mean(-1),
-        betas=channels * others.var(-1),
+        closed_residuals=np.array(closed_residuals),
     )
 
 

@@ -66,7 +66,8 @@ def simulate(
             f"the values of a sample must differ, got {channels} times {sample[0]}: LayerNorm "
             "would divide by 0; increase sigma"
         )
-    tokens = raised(sample)
+    tokens = np.repeat(sample[None], STEPS + 1, axis=0)
+    tokens[:, -1] += STEP * np.arange(STEPS + 1)
     normalized = layer_norm(torch.from_numpy(tokens), eps=0.0).numpy()
     if not np.isfinite(normalized).all():
         raise ArgumentError(
@@ -74,16 +75,6 @@ def simulate(
             "choose another unit of x, because LayerNorm does not depend on it"
         )
     return Simulation(channels, float(sigma), float(mean), seed, tokens, normalized)
-
-
-def raised(samples: Array) -> Array:
-    """Return each sorted sample (..., C), and with its largest element raised step by step.
-
-    The result has the shape (..., STEPS + 1, C).
-    """
-    tokens = np.repeat(samples[..., None, :], STEPS + 1, axis=-2)
-    tokens[..., -1] += STEP * np.arange(STEPS + 1)
-    return tokens
 
 
 def channel_betas(simulation: Simulation) -> Array:

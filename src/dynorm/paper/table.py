@@ -1,13 +1,11 @@
-"""The numbers behind the figures: as JSON, as CSV and as printed tables."""
+"""The numbers behind the figures: as JSON and as printed tables."""
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dynorm.paper.fits import CLOSED
 from dynorm.paper.generality import PAPER, Reproduction, Study
-from dynorm.paper.simulation import STEP, STEPS, Array, channel_betas
+from dynorm.paper.simulation import STEP, STEPS, channel_betas
 from dynorm.table import Table
 
 
@@ -47,51 +45,10 @@ def document(reproduction: Reproduction) -> dict[str, object]:
     return results
 
 
-_CSV_HEADER = (
-    "function",
-    "constant",
-    "value",
-    "mean_absolute_residual",
-    "S",
-    "x",
-    "layer_norm",
-    "output",
-    "residual",
-)
-
-
-def outliers_csv(reproduction: Reproduction) -> str:
-    """Return one CSV row per function and outlier, with the function's constant and output."""
-    simulation = reproduction.simulation
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_CSV_HEADER)
-    for fit in reproduction.fits.values():
-        about_fit = (fit.name, fit.constant, fit.value, fit.mean_absolute_residual)
-        outputs = fit.residuals + simulation.outputs
-        for step in range(STEPS):
-            point = (
-                float(simulation.outliers[step]),
-                float(simulation.outputs[step]),
-                float(outputs[step]),
-                float(fit.residuals[step]),
-            )
-            writer.writerow((*about_fit, step + 1, *point))
-    return text.getvalue()
-
-
 def printed(reproduction: Reproduction) -> Iterator[str]:
     """Yield the parts of the terminal's text."""
     simulation = reproduction.simulation
     yield _fit_table(reproduction)
-    outputs = {"LayerNorm": simulation.outputs}
-    residuals = {}
-    for fit in reproduction.fits.values():
-        outputs[fit.name] = fit.residuals + simulation.outputs
-        residuals[fit.name] = fit.residuals
-    yield _outlier_table("outputs", simulation.outliers, outputs, ".4f")
-    title = "residuals (function - LayerNorm)"
-    yield _outlier_table(title, simulation.outliers, residuals, ".2g")
     # Rounding may make the betas of the steps differ.
     betas = dict.fromkeys(f"{beta:.6g}" for beta in channel_betas(simulation))
     closed = reproduction.fits[CLOSED]
@@ -138,22 +95,6 @@ def _mean_text(mean: float) -> str:
     if mean > 1e-9:
         return f"{mean:.6g}"
     return f"{mean:.2g}"
-
-
-def _outlier_table(
-    title: str,
-    x: Array,
-    values: Mapping[str, Array],
-    form: str,
-) -> str:
-    columns: list[str] = ["S", "x_o"]
-    for name in values:
-        columns.append(name)
-    steps = range(1, len(x) + 1)
-    rows = []
-    for step, x_o, *row in zip(steps, x, *values.values(), strict=True):
-        rows.append((step, f"{x_o:.2f}", *(format(value, form) for value in row)))
-    return f"{Table(columns, rows, title=title)}\n"
 
 
 def _studies_table(studies: Sequence[Study]) -> str:

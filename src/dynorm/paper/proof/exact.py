@@ -13,20 +13,16 @@ equal if the numerator of their difference is the zero polynomial.
 
 import random
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import islice
-from typing import Literal
 
 import sympy as sp
 
 from dynorm.errors import DynormError
 from dynorm.paper.proof.statement import Statement, Step
-from dynorm.paper.proof.vocabulary import C, Expr, Others, g, i, k, x, x_i
+from dynorm.paper.proof.vocabulary import C, Expr, Others, i, k, x, x_i
 
-Outcome = Literal["proven", "false", "undecided"]
 Definitions = tuple[tuple[Expr, Expr], ...]  # each symbol with its formula
 
 # Values are computed to 50 digits; anything smaller than this may be 0.
@@ -43,12 +39,6 @@ _EVERY_TOKEN = {x_i: _M + _E, C: _N + 1}
 # The sums of 1, of the other channels and of their squares.
 _OTHERS = (_N, _N * _M, _N * (_V + _M**2))
 
-# The same sums weighted by the gains: the sum of the gains, and the weighted mean and variance.
-_GAINS = sp.Dummy("g", nonnegative=True)
-_WEIGHTED_M = sp.Dummy("q", real=True)
-_WEIGHTED_V = sp.Dummy("w", nonnegative=True)
-_WEIGHTED_OTHERS = (_GAINS, _GAINS * _WEIGHTED_M, _GAINS * (_WEIGHTED_V + _WEIGHTED_M**2))
-
 
 class NotReducibleError(DynormError):
     """A formula that this algebra has no rules for; steps that contain it stay undecided."""
@@ -63,14 +53,13 @@ _GIVES_UP = (NotReducibleError, NotImplementedError, ValueError, TypeError, Zero
 class Verdict:
     """The result of the algebra for one step."""
 
-    # "false": there is a token for which the step does not hold; "undecided": neither was shown.
-    outcome: Outcome
+    proven: bool
     # The difference of both sides, or the reason why there is none; nothing if the step is proven.
     difference: Expr = ""
 
     @cached_property
     def remains(self) -> str:
-        """The simplified difference as text; simplifying takes longer than refuting the step."""
+        """The simplified difference as text; simplifying takes longer than deciding the step."""
         text = str(self.difference)
         if not isinstance(self.difference, str):
             with suppress(*_GIVES_UP):
@@ -79,8 +68,8 @@ class Verdict:
         return re.sub(r"\b_(?=\w)", "", text)
 
 
-def decide(step: Step, statement: Statement, seed: int = 0) -> Verdict:
-    """Prove a step of a statement or refute it; a step that sympy cannot finish is undecided."""
+def decide(step: Step, statement: Statement) -> Verdict:
+    """Prove a step of a statement; one that sympy cannot finish is not proven."""
     definitions = tuple(statement.definitions.items())
     try:
         with sp.evaluate(True):
@@ -88,10 +77,10 @@ def decide(step: Step, statement: Statement, seed: int = 0) -> Verdict:
             right = evaluated(step.right, definitions)
             if step.by_sums:
                 return _decide_by_sums(left - right)
-            return _decide_by_channel(left - right, step.relation, seed)
+            return _decide_by_channel(left - right, step.relation)
     except _GIVES_UP as error:
         problem = str(error) or type(error).__name__
-        return Verdict("undecided", f"sympy could not decide it: {problem}")
+        return Verdict(False, f"sympy could not decide it: {problem}")
 
 
 def evaluated(formula: Expr, definitions: Definitions) -> Expr:
@@ -149,16 +138,13 @@ def _reduced_sum(total: Expr) -> Expr:
         elsewhere = body.xreplace({delta: sp.Integer(0)})
         result += (body - elsewhere).subs(place, other)
         body = sp.expand(elsewhere)
-    # The rest must be a polynomial of degree 2 in x_k, and may have a factor g_k.
-    for gain, sums in ((sp.Integer(1), _OTHERS), (g[place], _WEIGHTED_OTHERS)):
-        has_gain = 0 if gain == 1 else 1
-        for degree, sum_of_others in enumerate(sums):
-            coefficient = body.coeff(g[place], has_gain).coeff(x[place], degree)
-            if coefficient.has(place):
-                break
-            term_of_i = gain.subs(place, i) * x_i**degree
-            result += coefficient * (sum_of_others + term_of_i)
-            body = sp.expand(body - coefficient * gain * x[place] ** degree)
+    # The rest must be a polynomial of degree 2 in x_k.
+    for degree, sum_of_others in enumerate(_OTHERS):
+        coefficient = body.coeff(x[place], degree)
+        if coefficient.has(place):
+            break
+        result += coefficient * (sum_of_others + x_i**degree)
+        body = sp.expand(body - coefficient * x[place] ** degree)
     if body != 0:
         raise NotReducibleError(
             f"{total} is not a mean or a variance: channel i depends on no other sums"
@@ -166,75 +152,52 @@ def _reduced_sum(total: Expr) -> Expr:
     return result
 
 
-def _decide_by_channel(difference: Expr, relation: str, seed: int) -> Verdict:
+def _decide_by_channel(difference: Expr, relation: str) -> Verdict:
     difference = reduced(difference)
     if difference.has(sp.zoo, sp.nan, sp.oo):
-        return Verdict("undecided", f"a side is not finite: {difference}")
-    values = _values(difference, seed)
+        return Verdict(False, f"a side is not finite: {difference}")
+    differs = _differs_at_a_token(difference)
     if relation == "!=":
-        return _decide_unequal(values)
-    # One token refutes nearly every false equation, much faster than algebra. A value that is not
-    # real is not 0.
-    if relation == "=" and any(abs(value) > _NOISE for value in islice(values, 1)):
-        return Verdict("false", difference)
-    if _is_proven(remainder(difference), relation):
-        return Verdict("proven")
-    if any(_refutes(value, relation) for value in values):
-        return Verdict("false", difference)
-    return Verdict("undecided", difference)
-
-
-def _decide_unequal(values: Iterator[Expr]) -> Verdict:
-    for value in values:
-        if value.is_real and abs(value) > _NOISE:
-            return Verdict("proven")
-    return Verdict("undecided", "both sides agree at every token that was tried")
-
-
-def _is_proven(rest: Expr, relation: str) -> bool:
-    if relation == "=":
-        return bool(rest == 0)
-    return _has_sign(rest, strict=relation == ">")
-
-
-def _refutes(value: Expr, relation: str) -> bool:
-    if relation == "=":
-        return bool(abs(value) > _NOISE)
-    if not value.is_real:
-        return False
-    return bool(value < -_NOISE or (relation == ">" and value == 0))
+        proven = differs
+    elif relation == "=":
+        # One token refutes a false equation much faster than algebra.
+        proven = not differs and remainder(difference) == 0
+    else:
+        proven = _has_sign(remainder(difference), strict=relation == ">")
+    return Verdict(proven, "" if proven else difference)
 
 
 def _decide_by_sums(difference: Expr) -> Verdict:
     """Decide with sympy's own rules for symbolic sums, and with linearity where they give up."""
     difference = sp.refine(difference.doit(), sp.Q.le(i, C))
     # First: sympy fails to simplify some differences that are not 0.
-    if _differs_at_a_token(difference):
-        return Verdict("false", str(sp.expand(difference)))
+    if _differs_at_a_token(difference.subs({C: 3, i: 2}).doit()):
+        return Verdict(False, str(sp.expand(difference)))
     simplest = sp.simplify(sp.expand(difference))
     if simplest == 0:
-        return Verdict("proven")
+        return Verdict(True)
     # sympy does not take factors that are sums themselves out of a sum.
     linear = difference.replace(lambda part: isinstance(part, sp.Sum), _expanded_sum)
     if sp.expand(sp.numer(sp.together(linear))) == 0:
-        return Verdict("proven")
-    return Verdict("undecided", str(simplest))
+        return Verdict(True)
+    return Verdict(False, str(simplest))
 
 
 def _differs_at_a_token(difference: Expr) -> bool:
-    """Return whether a difference is not 0 at one token of three channels."""
-    value = difference.subs({C: 3, i: 2}).doit()
-    channels = value.atoms(sp.Indexed)
-    vectors = sorted({channel.base.name for channel in channels})
-    numbers = {}
-    # The channels of the first vector are 4, 8 and 16, those of the second 9, 27 and 81.
-    for channel in channels:
-        base = 2 + vectors.index(channel.base.name)
-        numbers[channel] = base ** (channel.indices[0] + 1)
-    value = value.xreplace(numbers)
-    for number, symbol in enumerate(sorted(value.free_symbols, key=str)):
-        value = value.subs(symbol, 11 + 3 * number)
-    return bool(value.is_number and abs(sp.N(value, 50)) > _NOISE)
+    """Return whether a difference without sums is not 0 at one token of rational numbers."""
+    draw = random.Random(0)
+    values = {}
+    symbols = difference.atoms(sp.Symbol, sp.Indexed, sp.KroneckerDelta)
+    for symbol in sorted(symbols, key=str):
+        if isinstance(symbol, sp.KroneckerDelta):
+            values[symbol] = sp.Integer(0)
+            continue
+        number = sp.Rational(draw.randint(1, 40), draw.randint(1, 9))
+        if not symbol.is_nonnegative:
+            number *= draw.choice((-1, 1))
+        values[symbol] = number
+    value = sp.N(difference.xreplace(values), 50)
+    return bool(value.is_number and abs(value) > _NOISE)
 
 
 def _expanded_sum(total: Expr) -> Expr:
@@ -324,22 +287,3 @@ def _is_quotient_positive(numerator: Expr, denominator: Expr, *, strict: bool) -
     if strict:
         return bool(numerator.is_positive)
     return bool(numerator.is_nonnegative)
-
-
-def _values(formula: Expr, seed: int) -> Iterator[Expr]:
-    """Yield the values of a formula at a few tokens of rational numbers."""
-    draw = random.Random(seed)
-    for _ in range(4):
-        values = {}
-        symbols = formula.atoms(sp.Symbol, sp.Indexed, sp.KroneckerDelta)
-        for symbol in sorted(symbols, key=str):
-            if isinstance(symbol, sp.KroneckerDelta):
-                values[symbol] = sp.Integer(draw.randint(0, 1))
-                continue
-            number = sp.Rational(draw.randint(1, 40), draw.randint(1, 9))
-            if not symbol.is_nonnegative:
-                number *= draw.choice((-1, 1))
-            values[symbol] = number
-        value = sp.N(formula.xreplace(values), 50)
-        if value.is_number:
-            yield value

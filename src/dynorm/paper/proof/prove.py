@@ -30,7 +30,7 @@ class CheckedStep:
     @property
     def holds(self) -> bool:
         """Whether it is proven and no number contradicts it."""
-        return self.verdict.outcome == "proven" and self.measured.holds
+        return self.verdict.proven and self.measured.holds
 
     def to_dict(self) -> dict[str, Any]:
         """Return the step as JSON can hold it, its formulas as sympy writes them."""
@@ -40,7 +40,7 @@ class CheckedStep:
             "right": sstr(self.step.right, order="none"),
             "reason": self.step.reason,
             "equation": self.step.tag,
-            "outcome": self.verdict.outcome,
+            "proven": self.verdict.proven,
             "remains": self.verdict.remains,
             "numbers_hold": self.measured.holds,
             "digits_error": self.measured.error,
@@ -60,7 +60,7 @@ class CheckedStatement:
     @property
     def proven(self) -> bool:
         """Whether algebra proves each step."""
-        return all(step.verdict.outcome == "proven" for step in self.steps)
+        return all(step.verdict.proven for step in self.steps)
 
     @property
     def digits_hold(self) -> bool:
@@ -126,15 +126,11 @@ class Report:
         return {name: plain(value) for name, value in report.items()}
 
 
-def _untracked(statements: Iterable[Statement]) -> Iterable[Statement]:
-    return statements
-
-
 def prove(
     only: Sequence[str] = (),
     *,
     seed: int = 0,
-    track: Callable[[Iterable[Statement]], Iterable[Statement]] = _untracked,
+    track: Callable[[Iterable[Statement]], Iterable[Statement]] = iter,
 ) -> Report:
     """Prove the statements with certain names or globs, or all, and check them at random tokens.
 
@@ -169,7 +165,7 @@ def check(statement: Statement, seed: int = 0) -> CheckedStatement:
     tokens = tokens_for(statement, seed)
     steps = []
     for step in statement.steps:
-        verdict = decide(step, statement, seed)
+        verdict = decide(step, statement)
         steps.append(CheckedStep(step, verdict, measure(step, tokens)))
     autograd = autograd_error(statement, tokens)
     return CheckedStatement(statement, tuple(steps), autograd, time.perf_counter() - start)

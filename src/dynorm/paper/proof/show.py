@@ -150,7 +150,7 @@ def summary(report: Report) -> str:
 
 def failure(checked: CheckedStep) -> str:
     """Return in one line why a step does not hold."""
-    outcome = checked.verdict.outcome.replace("undecided", "not proven")
+    outcome = "proven" if checked.verdict.proven else "not proven"
     numbers = "numbers agree" if checked.measured.holds else "numbers contradict"
     line = f"{one_line(checked.step.left)} {_right_side(checked.step)}: {outcome}, {numbers}"
     if checked.verdict.remains:

@@ -9,7 +9,6 @@ from dynorm.paper.proof.statement import OURS, Statement
 from dynorm.paper.proof.vocabulary import (
     TOKEN,
     C,
-    Expr,
     R,
     beta_i,
     d,
@@ -182,19 +181,9 @@ def closed_form_4() -> Statement:
     p = real("p")
     t = positive("t")
     z = real("z")
-
-    def center_at(t: Expr) -> Expr:
-        return (1 - t) * m_i + t * p
-
-    def constant_at(t: Expr) -> Expr:
-        return exp((1 - t) * log(C * v_i) + t * log(beta))
-
-    M_0 = center_at(Integer(0))
-    B_0 = constant_at(Integer(0))
-    M_1 = center_at(Integer(1))
-    B_1 = constant_at(Integer(1))
-    M_t = center_at(t)
-    B_t = constant_at(t)
+    center = (1 - t) * m_i + t * p
+    constant = exp((1 - t) * log(C * v_i) + t * log(beta))
+    path = R * isr_unit(x_i - center, constant)
     statement = Statement(
         "closed-form-4",
         title="The path from LayerNorm to DyISRU",
@@ -207,27 +196,22 @@ def closed_form_4() -> Statement:
         definitions=TOKEN,
         least_channels=3,
     )
-    statement.step(Eq(M_0, m_i), "At $t = 0$ the centre is that of the others.")
-    statement.step(Eq(B_0, C * v_i), "The constant is that of the others, too.")
     statement.step(
-        Eq(R * isr_unit(x_i - M_0, B_0), y_i),
-        "So the function is LayerNorm, by closed-form-2.",
+        Eq(path.xreplace({t: Integer(0)}), y_i),
+        "At $t = 0$ the constants are those of the others: LayerNorm, by closed-form-2.",
     )
     statement.step(
-        Eq(
-            R * isr_unit(x_i - M_1, B_1),
-            R * isr_unit(x_i - p, beta),
-        ),
+        Eq(path.xreplace({t: Integer(1)}), R * isr_unit(x_i - p, beta)),
         "At $t = 1$ it is eq. 13 with learned constants.",
     )
+    statement.step(Eq(d(constant), 0), "On the whole path the constant does not move with $x_i$.")
     statement.step(
         Gt(n, (R * isr_unit(z, beta_t)) ** 2),
         r"The bound is the same for every constant $\beta_t > 0$ and every deviation $z$ from the "
         "centre.",
     )
-    statement.step(Eq(d(B_t), 0), "On the whole path the constant does not move with $x_i$.")
     statement.compare(
-        R * isr_unit(x_i - M_t, B_t),
+        path,
         lambda x, at: dyisru_general(
             x,
             leave_one_out_beta(x) ** (1 - at.t) * at.beta**at.t,

@@ -1,9 +1,8 @@
 """The note: LayerNorm is centring, then RMSNorm, then the bias."""
 
-import torch
 from sympy import Eq, sqrt
 
-from dynorm.functional import center, centering_matrix, layer_norm, mean_square, rms, rms_norm
+from dynorm.functional import center, centering_matrix, layer_norm, mean_square, rms_norm
 from dynorm.paper.proof.statement import NOTE_SOURCE, Statement
 from dynorm.paper.proof.vocabulary import (
     C,
@@ -71,41 +70,6 @@ def note_centering() -> Statement:
     )
     statement.compare(from_mean, lambda x, _: center(x))
     statement.compare(c_i, lambda x, at: x @ centering_matrix(at.C, dtype=x.dtype))
-    statement.compare(
-        x_i - sum_k(x_k) / C,
-        lambda x, at: (
-            x @ centering_matrix(at.C, dtype=x.dtype) @ centering_matrix(at.C, dtype=x.dtype)
-        ),
-    )
-    return statement
-
-
-def note_variance() -> Statement:
-    statement = Statement(
-        "note-variance",
-        title="The variance is the mean square after centring",
-        source=NOTE_SOURCE,
-        equations="RMS, MS, Var",
-        claim=r"$\mathrm{Var}(x) = \mathrm{MS}(c(x))$, $\mathrm{MS}(x) = \mathrm{RMS}(x)^2 = "
-        r"\|x\|^2 / C$",
-        assumes="C channels, any x",
-        definitions=CENTERED,
-    )
-    statement.step(
-        Eq(sqrt(1 / C * sum_k(x_k**2)), sqrt(sum_k(x_k**2)) / sqrt(C)),
-        r"The root mean square is a norm over $\sqrt{C}$.",
-    )
-    statement.step(Eq((sqrt(sum_k(x_k**2)) / sqrt(C)) ** 2, MS), "Its square is the mean square.")
-    statement.step(Eq(Var, 1 / C * sum_k((x_k - mu) ** 2)), "The definition.")
-    statement.then(
-        1 / C * sum_k(sum_l(x_l * entry_lk) ** 2),
-        "Each deviation is an entry of $c(x)$.",
-    )
-    statement.then(MS_c, "The definition of MS.")
-    statement.step(Eq(Var, MS - mu**2), "It is the mean square less the square of the mean.")
-    statement.compare(Var, lambda x, _: x.var(correction=0))
-    statement.compare(MS - mu**2, lambda x, _: mean_square(center(x)))
-    statement.compare(sqrt(MS), lambda x, _: rms(x))
     return statement
 
 
@@ -117,79 +81,31 @@ def note_rmsnorm() -> Statement:
         "note-rmsnorm",
         title="LayerNorm is centring, then RMSNorm, then the bias",
         source=NOTE_SOURCE,
-        equations="RMSNorm, LayerNorm",
-        claim=r"$\mathrm{LayerNorm}(x) = \mathrm{RMSNorm}(c(x)) + \mathrm{bias}$",
+        equations="MS, Var, RMSNorm, LayerNorm",
+        claim=r"$\mathrm{LayerNorm}(x) = \mathrm{RMSNorm}(c(x)) + \mathrm{bias} = "
+        r"\frac{x}{\sqrt{\mathrm{Var}(x) + \varepsilon}}\,(I - \frac{1}{C} 1^\top 1)\,"
+        r"\mathrm{diag}(\gamma) + \mathrm{bias}$",
         assumes=r"C channels, $\varepsilon > 0$ (or $\sigma > 0$), any weight $\gamma$ and bias",
         definitions=CENTERED,
     )
-    statement.step(
-        Eq(
-            output,
-            centered,
-        ),
-        r"note-centering: $x_i - \mu = c(x)_i$.",
+    statement.step(Eq(Var, 1 / C * sum_k((x_k - mu) ** 2)), "The definition.")
+    statement.then(
+        1 / C * sum_k(sum_l(x_l * entry_lk) ** 2),
+        "Each deviation is an entry of $c(x)$, by note-centering.",
     )
+    statement.then(MS_c, "The variance is the mean square after centring.")
+    statement.step(Eq(Var, MS - mu**2), "It is also the mean square less the square of the mean.")
+    statement.step(Eq(output, centered), r"note-centering: $x_i - \mu = c(x)_i$.")
     statement.then(
         c_i / sqrt(MS_c + eps) * gamma[i] + bias[i],
-        r"note-variance: $\mathrm{Var}(x) = \mathrm{MS}(c(x))$; without the bias it is RMSNorm "
-        "of $c(x)$.",
-    )
-    statement.compare(
-        output,
-        lambda x, at: torch.nn.functional.layer_norm(x, x.shape, at.gamma, at.bias, at.eps),
-    )
-    statement.compare(
-        centered,
-        lambda x, at: rms_norm(center(x), at.gamma, None, at.eps) + at.bias,
-    )
-    return statement
-
-
-def note_matrix() -> Statement:
-    eps = positive("eps")
-    U_k = x_k / sqrt(Var + eps)
-    output = from_mean / sqrt(Var + eps) * gamma[i] + bias[i]
-    statement = Statement(
-        "note-matrix",
-        title="LayerNorm in matrix form",
-        source=NOTE_SOURCE,
-        equations="LayerNorm",
-        claim=r"$\mathrm{LayerNorm}(x) = \frac{x}{\sqrt{\mathrm{Var}(x) + \varepsilon}}\,(I - "
-        r"\frac{1}{C} 1^\top 1)\,\mathrm{diag}(\gamma) + \mathrm{bias}$",
-        assumes=r"as in note-rmsnorm; entry (l, j) of $\mathrm{diag}(\gamma)$ is "
-        r"$\delta_{lj}\,\gamma_j$",
-        definitions=CENTERED,
+        r"$\mathrm{Var}(x) = \mathrm{MS}(c(x))$; without the bias it is RMSNorm of $c(x)$.",
     )
     statement.step(
-        Eq(
-            sum_l(entry_kl * (delta(ell, j) * gamma[j])),
-            (delta(k, j) - 1 / C) * gamma[j],
-        ),
-        "The product of both matrices, entry by entry.",
+        Eq(centered, sum_k(x_k / sqrt(Var + eps) * entry_ki) * gamma[i] + bias[i]),
+        "The matrix form: the division, the only step that is not linear, is the same for all channels.",
     )
-    statement.step(
-        Eq(
-            sum_k(U_k * sum_l(entry_kl * (delta(ell, i) * gamma[i]))) + bias[i],
-            sum_k(U_k * (entry_ki * gamma[i])) + bias[i],
-        ),
-        "The product before, at $j = i$.",
-    )
-    statement.then(
-        1 / sqrt(Var + eps) * sum_k(x_k * entry_ki) * gamma[i] + bias[i],
-        "The division, the only step that is not linear, is the same for all channels.",
-    )
-    statement.then(output, "note-centering.")
-    statement.compare(
-        output,
-        lambda x, at: layer_norm(x, at.gamma, at.bias, at.eps),
-    )
-    statement.compare(
-        c_i / sqrt(Var + eps) * gamma[i] + bias[i],
-        lambda x, at: (
-            x
-            / (x.var(correction=0) + at.eps).sqrt()
-            @ (centering_matrix(at.C, dtype=x.dtype) * at.gamma)
-            + at.bias
-        ),
-    )
+    statement.compare(Var, lambda x, _: x.var(correction=0))
+    statement.compare(MS - mu**2, lambda x, _: mean_square(center(x)))
+    statement.compare(output, lambda x, at: layer_norm(x, at.gamma, at.bias, at.eps))
+    statement.compare(centered, lambda x, at: rms_norm(center(x), at.gamma, None, at.eps) + at.bias)
     return statement

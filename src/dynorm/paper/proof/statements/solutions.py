@@ -50,7 +50,6 @@ def theorem_2() -> Statement:
     growth = exp(2 * R * F * x)
     solution = R * tanh(alpha * x)
     shifted = exp(2 * R * F * x + c)
-    product = (R - y) * (R + y)
     statement = Statement(
         "theorem-2",
         title="Theorem 2: scaled DyT",
@@ -77,32 +76,22 @@ def theorem_2() -> Statement:
         Eq(F, 1 / (C - 1 - y**2) * Dy),
         "Eq. 9, divided by $C - 1 - y^2 > 0$: the variables are separated.",
     )
-    statement.then(1 / product * Dy, "A difference of squares.")
-    statement.then(1 / (2 * R) * ((R - y + R + y) / product) * Dy, "$y$ is added and taken away.")
     statement.then(1 / (2 * R) * (1 / (R + y) + 1 / (R - y)) * Dy, "Partial fractions.")
     statement.step(
         Eq(d(integral, y), 1 / (C - 1 - y**2)),
         "An integral of the right hand side over $y$, checked by its derivative.",
     )
     statement.step(
-        Eq(d(F * x + c / (2 * R), x), F),
-        "An integral of the left hand side over $x$, with the constant $c$.",
-    )
-    statement.step(
         Eq(d(integral, y) * Dy, d(F * x, x)),
-        "Along $x$, with $dy/dx$ of eq. 9, the two differ by a constant, which is called $c$.",
+        "Along $x$, with $dy/dx$ of eq. 9, it moves as $F x$ does: the two differ by a constant, which is called $c$.",
     )
     statement.step(
         Eq(exp(2 * R * (F * x + c / (2 * R))), shifted),
         r"Both are equal; times $2\sqrt{C-1}$, and exponentiated, the right one gives $Q$.",
     )
     statement.step(Eq(exp(2 * R * integral), Q), "The left one is $Q$ itself.")
-    statement.step(Eq((R + y) / (R - y), Q), "$Q$ is the quotient; it is solved for $y$.")
-    statement.step(Eq(R + y, (R - y) * Q), "Times the denominator.")
-    statement.step(Eq(R + y, R * Q - Q * y), "Multiplied out.")
-    statement.step(Eq(Q * y + y, R * (Q - 1)), "$y$ to one side.")
-    statement.step(Eq((Q + 1) * y, R * (Q - 1)), "Collected.")
-    statement.step(Eq(y, R * ((Q - 1) / (Q + 1))), "$Q + 1$ is never 0.")
+    statement.step(Eq(R + y, (R - y) * Q), "$Q$ is a quotient; times its denominator.")
+    statement.step(Eq(y, R * ((Q - 1) / (Q + 1))), "Solved for $y$; $Q + 1$ is never 0.")
     statement.step(
         Eq(
             R * ((shifted - 1) / (shifted + 1)),
@@ -203,10 +192,9 @@ def theorem_3() -> Statement:
     )
     statement.step(Eq(d(from_mean), n / C), "The mean moves with $x_i$.", tag="24")
     statement.step(
-        Eq(rate, rate * d(from_mean) * (C / n)),
-        r"Eq. 24: $dx = \frac{C}{C-1}\,d(x - \mu)$.",
+        Eq(rate, 1 / n * (1 / from_mean) * d(from_mean)),
+        r"Eq. 24: $dx = \frac{C}{C-1}\,d(x - \mu)$; C cancels.",
     )
-    statement.then(1 / n * (1 / from_mean) * d(from_mean), "C cancels.")
     statement.then(
         d(1 / n * (log_mean) + log(c_lhs) / n),
         r"Its integral; $\frac{1}{2}\,\log (x - \mu)^2$ is $\log(x - \mu)$ where $x > \mu$, and "
@@ -218,8 +206,7 @@ def theorem_3() -> Statement:
         Eq(integrand * dy_du, integrand * -(y**3 / 2)),
         "$dy/du$ is one over the derivative before.",
     )
-    statement.then(-(1 / (n * y ** (-2) - 1) / 2), "Divided through by $y^3$.")
-    statement.then(-(1 / (n * u - 1) / 2), "$u = y^{-2}$.")
+    statement.then(-(1 / (n * u - 1) / 2), "Divided through by $y^3$; $u = y^{-2}$.")
     statement.then(
         d(-(1 / (2 * n) * log(n * u - 1)), u),
         "Its integral over $u$, checked by its derivative.",
@@ -248,21 +235,20 @@ def theorem_3() -> Statement:
         r"Eq. 28 equals eq. 29: with $z = |x - \mu|$ and $c = c^{\mathrm{RHS}} / "
         r"c^{\mathrm{LHS}}$ this sets $c$.",
     )
-    statement.step(Eq(log(z) - log(c), -(log(ratio) / 2)), "Times $C - 1$.")
-    statement.step(Eq(log(z / c), -(log(ratio) / 2)), "One logarithm.")
-    statement.step(Eq(log(c**2 / z**2), log(ratio)), "Times $-2$.")
+    statement.step(Eq(log(c**2 / z**2), log(ratio)), "Times $-2\\,(C - 1)$, as one logarithm.")
     statement.step(Eq(c**2 / z**2, ratio), "Exponentiated.")
     statement.step(Eq(1 / n * (c**2 / z**2 + 1), y ** (-2)), "Solved for $y^{-2}$.")
-    statement.step(Eq(1 / n * ((c**2 + z**2) / z**2), y ** (-2)), "Over a common denominator.")
     statement.step(Eq(n * (z**2 / (c**2 + z**2)), y**2), r"Inverted, with $\beta = c^2$.")
     statement.step(
         Eq(Y**2, n * (from_mean**2 / (beta + from_mean**2))),
         "The root leaves two signs; this is eq. 13 squared.",
     )
     statement.step(
-        Gt(d(Y), 0), r"Eq. 13 rises with $x_i$ on both sides of $\mu$, as eq. 12 asks.", tag="12"
+        Gt(d(Y), 0),
+        r"Eq. 13 rises with $x_i$ on both sides of $\mu$, as eq. 12 asks; with the "
+        "other sign it would fall.",
+        tag="12",
     )
-    statement.step(Gt(0, d(-Y)), "With the other sign it would fall.", tag="12")
     statement.step(
         Eq(d(Y), Y / (C * from_mean) * (C - 1 - Y**2)),
         r"Inserted again: eq. 13 solves eq. 5 for every constant $\beta$, with $F = y / (C (x - "
@@ -270,12 +256,9 @@ def theorem_3() -> Statement:
         tag="13",
     )
     statement.step(
-        Eq(d(beta_i), 0),
-        r"The constant of a token, $\beta_i$ of theorem 4, does not move with $x_i$.",
-    )
-    statement.step(
         Eq(d(Y_i), F * (C - 1 - Y_i**2)),
-        r"With it, eq. 13 solves eq. 5 with $F = 1/(C\sigma)$ as eq. 6 has it.",
+        r"With $\beta_i$ of theorem 4, which does not move with $x_i$, it solves eq. 5 with $F = 1/(C\sigma)$ "
+        "as eq. 6 has it.",
         tag="5",
     )
     statement.compare(Y, lambda x, at: dyisru_general(x, at.beta, x.mean()))
@@ -425,8 +408,7 @@ def appendix_b() -> Statement:
     statement.then(
         1 / sqrt(alpha) * isr_unit(x, 1 / alpha), "The root of a product of positive numbers."
     )
-    statement.then(sqrt(beta) * x / sqrt(beta + x**2), r"Eq. 32: $\beta = 1/\alpha$.", tag="31")
-    statement.step(Eq(alpha * beta, 1), "The constants are each other's inverse.", tag="32")
+    statement.then(sqrt(beta) * x / sqrt(beta + x**2), r"Eq. 32: $\beta = 1/\alpha$.", tag="31, 32")
     statement.step(
         Eq(
             R * isr_unit(x, beta),
