@@ -15,14 +15,14 @@ def test_dir_shows_the_public_names_only() -> None:
         assert hasattr(dynorm, name)
 
 
-@pytest.mark.parametrize("verb", [name for name in dynorm.__all__ if name.endswith("_")])
+VERBS = [name for name in dynorm.__all__ if name.endswith("_")]
+
+
+# The room of that name is there instead.
+@pytest.mark.parametrize("verb", sorted({*VERBS} - {"fold_"}))
 def test_a_verb_without_its_underscore_is_named(verb: str) -> None:
-    if verb == "fold_":
-        with pytest.raises(TypeError, match=r"call dynorm\.fold_"):
-            dynorm.fold(None)  # type: ignore[operator]
-    else:
-        with pytest.raises(AttributeError, match=rf"call dynorm\.{verb}"):
-            getattr(dynorm, verb.removesuffix("_"))
+    with pytest.raises(AttributeError, match=rf"call dynorm\.{verb}"):
+        getattr(dynorm, verb.removesuffix("_"))
 
 
 @pytest.mark.parametrize(

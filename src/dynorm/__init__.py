@@ -6,32 +6,33 @@ raised where it is found, in ``fold/``; a new function begins as a row of
 ``family.py``.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from wrapt import register_post_import_hook
 
 from dynorm import errors, functional, layers, theory, version
 from dynorm.errors import DynormError
-from dynorm.find import find_norms
-from dynorm.fit.calibrate import calibrate_
-from dynorm.fit.initialize import init_from_batch_
-from dynorm.fit.refine import refine_
-from dynorm.fold import fold_
 from dynorm.layers import Derf, DyISRU, DyT, LinearControl, param_groups
-from dynorm.recipe import Recipe
-from dynorm.replace import convert_, restore_
-from dynorm.train import AnnealSchedule, AnnealStart, finalize_, set_anneal_
-from dynorm.train.distill import distill_
-from dynorm.train.monitor import Monitor
 
 if TYPE_CHECKING:
     from dynorm import report
+    from dynorm.find import find_norms
+    from dynorm.fit import calibrate_, init_from_batch_, refine_
+    from dynorm.fold import fold_
     from dynorm.hub import load, save
     from dynorm.jobs.convert_model import convert_model
+    from dynorm.recipe import Recipe
+    from dynorm.replace import convert_, restore_
     from dynorm.report import inspect_norms, measure
+    from dynorm.train import (
+        AnnealSchedule,
+        AnnealStart,
+        Monitor,
+        distill_,
+        finalize_,
+        set_anneal_,
+    )
 
 __version__ = version.__version__
 
@@ -68,25 +69,29 @@ __all__ = [
     "theory",
 ]
 
-# Rooms that most programs do not use, and the functions in them: imported at their first use.
-_LATE_ROOMS = ("hub", "jobs", "report")
-_LATE = {
+# A program that only trains with the layers uses none of these: imported at their first use.
+_ROOMS = ("find", "fit", "fold", "hub", "jobs", "recipe", "replace", "report", "train")
+_PLACES = {
+    "AnnealSchedule": "dynorm.train",
+    "AnnealStart": "dynorm.train",
+    "Monitor": "dynorm.train",
+    "Recipe": "dynorm.recipe",
+    "calibrate_": "dynorm.fit",
+    "convert_": "dynorm.replace",
     "convert_model": "dynorm.jobs.convert_model",
+    "distill_": "dynorm.train",
+    "finalize_": "dynorm.train",
+    "find_norms": "dynorm.find",
+    "fold_": "dynorm.fold",
+    "init_from_batch_": "dynorm.fit",
     "inspect_norms": "dynorm.report",
     "load": "dynorm.hub",
     "measure": "dynorm.report",
+    "refine_": "dynorm.fit",
+    "restore_": "dynorm.replace",
     "save": "dynorm.hub",
+    "set_anneal_": "dynorm.train",
 }
-
-
-class _FoldRoom(ModuleType):
-    """The module ``dynorm.fold``, which says what to call if it is called."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("dynorm.fold is a module: call dynorm.fold_, which changes the model")
-
-
-sys.modules["dynorm.fold"].__class__ = _FoldRoom
 
 
 def __dir__() -> list[str]:
@@ -95,10 +100,10 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import what is used late; name the verb that changes its model, or the module of a name."""
-    if name in _LATE_ROOMS:
+    if name in _ROOMS:
         return import_module(f"dynorm.{name}")
-    if name in _LATE:
-        value = getattr(import_module(_LATE[name]), name)
+    if name in _PLACES:
+        value = getattr(import_module(_PLACES[name]), name)
         globals()[name] = value
         return value
     message = f"module {__name__!r} has no attribute {name!r}"
