@@ -9,10 +9,10 @@ NAME_dinov2 := DINOv2-small
 # Where the processor knows bfloat16, a step of distillation takes half the time.
 BF16 := $(if $(shell grep -m 1 avx512_bf16 /proc/cpuinfo 2>&1),--bf16)
 OPTIONS_minilm := $(BF16)
-# Blocks of text are measured, and the original is kept to compare with.
-OPTIONS_smollm2 := --refine 0 --held-out 96 --keep-original $(BF16)
+# Blocks of text are measured.
+OPTIONS_smollm2 := --refine 0 --held-out 96 $(BF16)
 # Some 170 photographs are fitted to in crops, and 96 measured as they are.
-OPTIONS_dinov2 := --images build/pictures --refine 0 --held-out 96 --keep-original $(BF16)
+OPTIONS_dinov2 := --images build/pictures --refine 0 --held-out 96 $(BF16)
 DATA_dinov2 := build/pictures
 OUT := build/$(if $(filter minilm,$(MODEL)),demo,$(MODEL))
 # A slow machine takes longer, and gets the figures of the pages all the same.
@@ -62,15 +62,13 @@ build/pictures: | .venv/setup.stamp
 	$(BIN)/python tools/pictures.py $@
 
 # The main job on a real model, with its figures next to the committed ones. STEPS=0 fits the constants only.
-# MODEL=smollm2 takes a decoder, MODEL=dinov2 an encoder of images;
-# these two also write their original.
+# MODEL=smollm2 takes a decoder, MODEL=dinov2 an encoder of images.
 demo: setup $(if $(filter minilm,$(MODEL)),,.venv/models.stamp) $(DATA_$(MODEL))
 	@mkdir -p build
 	model="$$($(BIN)/python tools/demo_model.py $(MODEL))" && $(BIN)/dynorm convert "$$model" $(OUT) \
 		--name $(NAME_$(MODEL)) $(LENGTH) $(OPTIONS_$(MODEL)) --overwrite
 	@$(BIN)/python tools/demo_figures.py $(MODEL) $(OUT)/report.json
-	@echo "Read $(OUT)/report.html in a browser; the model is in $(OUT)/model$(if $(findstring --keep-original,$(OPTIONS_$(MODEL))), \
-and the original in $(OUT)/original)."
+	@echo "Read $(OUT)/report.html in a browser; the model is in $(OUT)/model."
 
 # The decoder and the encoder of images, each within half an hour on 2 cores that know bfloat16.
 models:

@@ -19,7 +19,7 @@ COMMITTED = {"minilm": RESULTS / "demo.json"}
 DEPENDS = {
     "calibrate": ("to", "per_channel", "witnesses", "calibration", "max_length", "seed"),
     "refine": ("refine", "batch"),
-    "distill": ("bf16", "lr", "accumulate"),
+    "distill": ("bf16", "lr"),
 }
 TITLES = {"calibrate": "calibrated", "refine": "and refined", "distill": "and distilled"}
 FIGURES = {

@@ -100,7 +100,10 @@ def require_replaceable(target: Path, overwrite: bool, markers: Sequence[str] = 
     if not target.is_dir():
         raise StorageError(f"{target} must be a directory, but is a file: choose another")
     if not overwrite:
-        raise StorageError(f"{target} must not exist yet: choose another, or pass overwrite=True")
+        raise StorageError(
+            f"{target} must not exist yet: choose another, or replace it "
+            "(overwrite=True, --overwrite)"
+        )
     if any(target.iterdir()) and not any((target / name).is_file() for name in markers):
         raise StorageError(
             f"{target} must be written by dynorm or empty to be overwritten, but does not hold "

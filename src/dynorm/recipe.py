@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from dynorm.family import NAMES
 from dynorm.files import write_text
 from dynorm.plain import Plain
 from dynorm.replace.options import LayerOptions, Target, options_by_glob, require_known
-from dynorm.site import as_strings
 
 KINDS = {"input_ids": "texts", "pixel_values": "images"}
 """The kind of samples for each name of a model's main input."""
@@ -26,7 +25,6 @@ _LEAST = {
     "refine": 0,
     "steps": 0,
     "seed": 0,
-    "accumulate": 1,
     "held_out": 2,
     "max_length": 2,
     "batch": 1,
@@ -89,23 +87,16 @@ class Recipe(Plain):
             on one batch in eval mode: if another part of the model, such as a head that is only
             used in training, reads the same stream, pass False.
         refine: steps that train the constants of all layers together; 0 for none.
-        refine_lr: their learning rate, ``lr`` of :func:`refine_`.
         steps: steps of distillation, which trains all weights; 0 for none.
         lr: highest learning rate of the distillation. None means that of :func:`distill_`.
         seed: seed of all random choices.
         bf16: refine and distil in bfloat16.
-        accumulate: batches per step of distillation.
         checkpoints: folder for checkpoints of the distillation.
-        report_to: where the distillation is logged, as in :func:`distill_`. None means nowhere.
         held_out: number of samples to measure on. This and the next three fields are only for the
             command; :func:`convert_model` takes batches.
         max_length: longest text in tokens, or the size of the blocks of a language model.
         batch: batch size.
         calibration: number of samples on which the constants are fitted site by site.
-
-    Raises:
-        ArgumentError: ``report_to`` is not made of strings. The other fields are checked by
-            :meth:`check`.
 
     Example:
         >>> recipe = dynorm.Recipe(to={"*.attention.*": "dyt", "*": "dyisru"}, refine=8)
@@ -121,14 +112,11 @@ class Recipe(Plain):
     witnesses: int = 0
     fold_means: bool = True
     refine: int = 50
-    refine_lr: float = 3e-3
     steps: int | None = None
     lr: float | None = None
     seed: int = 0
     bf16: bool = False
-    accumulate: int = 1
     checkpoints: str | os.PathLike[str] | None = None
-    report_to: str | Iterable[str] | None = None
     held_out: int = 512
     max_length: int | None = None
     batch: int | None = None
@@ -136,14 +124,10 @@ class Recipe(Plain):
 
     def __post_init__(self) -> None:
         """Keep plain values, so that a recipe equals the one that is read from its file."""
-        plain = {"to": _named(self.to)}
-        if self.report_to is not None:
-            plain["report_to"] = tuple(as_strings(self.report_to, "report_to", "tensorboard"))
+        # The class is frozen.
+        object.__setattr__(self, "to", _named(self.to))
         if isinstance(self.checkpoints, (str, os.PathLike)):
-            plain["checkpoints"] = Path(self.checkpoints)
-        for name, value in plain.items():
-            # The class is frozen.
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, "checkpoints", Path(self.checkpoints))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:
@@ -212,7 +196,6 @@ class Recipe(Plain):
                 check_count(name, value, least)
         if self.seed >= 2**32:
             raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
-        check_positive("refine_lr", self.refine_lr)
         if self.lr is not None:
             check_positive("lr", self.lr)
         for name in ("bf16", "fold_means"):

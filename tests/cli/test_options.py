@@ -17,9 +17,8 @@ PAIRS: list[tuple[list[str], dict[str, Any]]] = [
     (["--witnesses", "4"], {"witnesses": 4}),
     (["--keep-means"], {"fold_means": False}),
     (["--refine", "0", "--steps", "7"], {"refine": 0, "steps": 7}),
-    (["--lr", "1e-3", "--accumulate", "2", "--bf16"], {"lr": 1e-3, "accumulate": 2, "bf16": True}),
+    (["--lr", "1e-3", "--bf16"], {"lr": 1e-3, "bf16": True}),
     (["--checkpoints", "kept"], {"checkpoints": Path("kept")}),
-    (["--report-to", "a", "--report-to", "b"], {"report_to": ("a", "b")}),
     (["--held-out", "9", "--batch", "3", "--seed", "5"], {"held_out": 9, "batch": 3, "seed": 5}),
 ]
 
@@ -55,22 +54,11 @@ def test_layers_by_globs(words: list[str], layers: object) -> None:
     assert layers_of(words) == layers
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--held-out", "1"], "--held-out must be an integer, at least 2"),
-        (["--witnesses", "-1"], "witnesses must be a number from 0 to 16"),
-        (["--lr", "0"], "--lr must be a positive finite number"),
-    ],
-)
-def test_errors_name_the_options(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    said: str,
+def test_wrong_values_are_named_with_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["dynorm", "convert", "model", "out", *words])
+    monkeypatch.setattr("sys.argv", ["dynorm", "convert", "model", "out", "--held-out", "1"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert capsys.readouterr().err == "dynorm: held_out must be an integer, at least 2, got 1\n"

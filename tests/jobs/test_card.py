@@ -23,7 +23,7 @@ def words_of(path: Path) -> str:
 
 @pytest.mark.parametrize(("path", "name"), [
     ("/data/all-MiniLM-L6-v2", "all-MiniLM-L6-v2"),
-    ("/data/distilled/final/model", "distilled"),
+    ("/data/distilled/model", "distilled"),
     ("/data/llama-3.Q4.gguf", "llama-3.Q4"),
     ("/data/tiny/model.gguf", "tiny"),
     ("/cache/hub/models--meta-llama--Llama-3/snapshots/0123abcd", "meta-llama/Llama-3"),

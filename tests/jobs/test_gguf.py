@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dynorm.errors import StorageError
 from dynorm.jobs.checkpoint import load_pretrained
@@ -69,20 +67,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
-def test_a_gguf_file_is_converted_and_kept(file: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_is_converted(file: Path, texts: Path, tmp_path: Path) -> None:
     recipe = Recipe(held_out=16, max_length=32, refine=2, steps=2)
-    report = convert_pretrained(file, tmp_path / "out", recipe, texts=[texts], keep_original=True)
+    report = convert_pretrained(file, tmp_path / "out", recipe, texts=[texts])
     assert report.output.kind == "language"
     assert len(report.sites) == 2 * BLOCKS + 1
     written = {path.name for path in (tmp_path / "out" / "model").iterdir()}
     assert "tokenizer.json" in written
     assert "setup.py" not in written
-    original = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "original")
-    batch = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")(
-        ["return the string"], return_tensors="pt"
-    )
-    with torch.no_grad():
-        assert torch.equal(original(**batch).logits, load_pretrained(file).model(**batch).logits)
     assert len(dynorm_layers(load_pretrained(tmp_path / "out" / "model").model)) == 2 * BLOCKS + 1
 
 

@@ -63,8 +63,8 @@ def test_folders(tmp_path: Path) -> None:
         ("a.bin", b"\x89PNG\r\n\x1a\n\xff", "must be UTF-8"),
         ("a.txt", f"{LONG}\0\0", "NUL bytes"),
         ("a.py", "def f(:\n", r"Python.*a\.py.*line 1"),
-        ("a.py", "x = 1" + " + 1" * 20_000, r"deep.*a\.py"),
-        ("a.py", "x = " + "-" * 20_000 + "1", r"deep.*a\.py"),
+        ("a.py", "x = 1" + " + 1" * 20_000, r"a\.py is not: RecursionError"),
+        ("a.py", "x = " + "-" * 20_000 + "1", r"a\.py is not: MemoryError"),
         ("a.py", "x = 1\n", "has none"),
     ],
 )

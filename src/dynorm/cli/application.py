@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -52,41 +51,13 @@ def main() -> None:
     try:
         app()
     except DynormError as error:
-        typer.echo(f"dynorm: {_with_options(str(error))}", err=True)
+        typer.echo(f"dynorm: {error}", err=True)
         raise SystemExit(2 if isinstance(error, ArgumentError) else 1) from error
     except SystemExit as stop:
         # typer turns Ctrl-C into this status.
         if stop.code == 130:
             typer.echo("dynorm: stopped; nothing was half-written", err=True)
         raise
-
-
-def _with_options(message: str) -> str:
-    """Return an error's message with Python's arguments written as options: --steps for steps."""
-    group: Any = typer.main.get_command(app)
-    options = set()
-    for command in group.commands.values():
-        for parameter in command.params:
-            if parameter.param_type_name == "option":
-                options.add(parameter.name)
-    mentioned = options & set(re.findall(r"\w+", message))
-    if not mentioned:
-        return message
-    # Longest first, so that no option is taken for another that begins with the same letters.
-    names = "|".join(sorted(mentioned, key=len, reverse=True))
-    argument = re.compile(
-        rf"""
-        (?<![\w'.(-]) ({names}) (?:=True)?
-        (?=
-            =                                      # steps=3
-            | ,?[ ] (?: must | and[ ](?:{names})\b )  # steps must be, lr and accumulate must be
-            | ,[ ] (?:{names})\b                   # lr, accumulate and checkpoints must be
-            | $                                    # pass overwrite=True
-        )
-        """,
-        re.VERBOSE,
-    )
-    return argument.sub(lambda match: "--" + match[1].replace("_", "-"), message)
 
 
 def quiet_libraries() -> None:

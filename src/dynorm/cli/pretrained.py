@@ -95,12 +95,6 @@ def convert(
     dtype: Annotated[
         str, typer.Option(help="Dtype of the weights; auto keeps the checkpoint's.")
     ] = "float32",
-    keep_original: Annotated[
-        bool,
-        typer.Option(
-            "--keep-original", help="Also write the unchanged original model to OUT/original."
-        ),
-    ] = False,
     remote_code: Annotated[
         bool,
         typer.Option(
@@ -183,21 +177,10 @@ def convert(
             "that support it.",
         ),
     ] = Recipe.bf16,
-    accumulate: Annotated[
-        int,
-        typer.Option(help="Batches per step of distillation."),
-    ] = Recipe.accumulate,
     checkpoints: Annotated[
         Path | None,
         typer.Option(
             help="Folder for checkpoints of the distillation. A later run resumes from them."
-        ),
-    ] = None,
-    report_to: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Where the distillation is logged, such as tensorboard or wandb. "
-            "Can be repeated. Default: nowhere."
         ),
     ] = None,
 ) -> None:
@@ -211,7 +194,6 @@ def convert(
         model,
         out,
         start.changed(**_fields_of_options(context)),
-        keep_original=keep_original,
         remote_code=remote_code,
         overwrite=overwrite,
         say=speaker(quiet=as_json),

@@ -75,7 +75,7 @@ def refine_(
     batches: Iterable[Batch],
     *,
     steps: int = Recipe.refine,
-    lr: float = Recipe.refine_lr,
+    lr: float = 3e-3,
     bf16: bool = Recipe.bf16,
 ) -> RefinementReport:
     r"""Refine the constants, weights and biases of all point-wise layers together, in place.

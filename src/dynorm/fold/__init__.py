@@ -9,6 +9,7 @@ a fold.
 """
 
 from dynorm.fold.fold import fold_
+from dynorm.fold.means import fold_means_
 from dynorm.fold.report import FoldedSite, FoldReport, Rewrite
 
-__all__ = ["FoldReport", "FoldedSite", "Rewrite", "fold_"]
+__all__ = ["FoldReport", "FoldedSite", "Rewrite", "fold_", "fold_means_"]

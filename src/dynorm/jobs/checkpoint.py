@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,11 +18,6 @@ from dynorm.recipe import KINDS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Names of folders and files that say nothing about the model.
-_ANY_MODEL = {"model", "models", "original", "checkpoint", "final", "weights", "snapshots"}
-_TOKENIZER = re.compile(
-    r"tokenizer|vocab|merges|spiece|spm|sentencepiece|tekken|.*\.(?:model|spm)$"
-)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -92,17 +86,15 @@ def local_source(source: str | Path) -> Path:
 def model_name(source: Path) -> str:
     """Return the name of the model in a folder or GGUF file, for a report and a card.
 
-    It is that of the folder, unless that is a word for any model, such as "model", or a revision in
-    the cache of the hub.
+    It is that of the folder, unless that is "model", or a revision in the cache of the hub.
     """
     path = source.absolute()
     for part in path.parts:
         if part.startswith("models--"):
             return part.removeprefix("models--").replace("--", "/")
     name = path.name.removesuffix(".gguf")
-    while name.lower() in _ANY_MODEL and path.parent.name:
-        path = path.parent
-        name = path.name
+    if name == "model":
+        return path.parent.name or name
     return name
 
 
@@ -233,34 +225,21 @@ class Checkpoint:
         """Return the model's tokenizer, or raise StorageError if it has none."""
         from transformers import AutoTokenizer
 
-        # transformers makes up a tokenizer, or its vocabulary, where the files are missing.
-        if not self.gguf and not any(map(_TOKENIZER.match, os.listdir(self.source))):
-            raise self._lacks("tokenizer", "tokenizer.json, vocab.txt, ...")
         tokenizer = self._read(AutoTokenizer, f"the tokenizer in {self.source}")
-        # Tokenizers of characters or bytes have no vocabulary file.
-        vocabulary = type(tokenizer).vocab_files_names
-        if not self.gguf and vocabulary:
-            self._require_file("tokenizer", {*vocabulary.values(), "tokenizer.json"})
+        # transformers makes up an empty one where the files are missing.
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise StorageError(
+                f"{self.source} must hold the model's tokenizer, but has none of its files "
+                "(tokenizer.json, vocab.txt, ...): copy them there, or convert the model in "
+                "Python, with dynorm.convert_model"
+            )
         return tokenizer
 
     def processor(self) -> Any:
-        """Return the processor of images, or raise StorageError if it is missing."""
+        """Return the processor of images."""
         from transformers import AutoImageProcessor
 
-        names = {"preprocessor_config.json", "processor_config.json"}
-        self._require_file("image processor", names)
         return self._read(AutoImageProcessor, f"the image processor in {self.source}")
-
-    def _require_file(self, part: str, names: set[str]) -> None:
-        """Check that the folder has one of the files of a part of the model."""
-        if not any((self.source / name).is_file() for name in names):
-            raise self._lacks(part, listed(names))
-
-    def _lacks(self, part: str, names: str) -> StorageError:
-        return StorageError(
-            f"{self.source} must hold the model's {part}, but has none of its files ({names}): "
-            "copy them there, or convert the model in Python, with dynorm.convert_model"
-        )
 
     def _read(self, cls: Any, title: str | None = None, **options: object) -> Any:
         folder = self.source

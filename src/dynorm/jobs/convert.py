@@ -21,7 +21,6 @@ def convert_pretrained(
     out: str | Path,
     recipe: Recipe | None = None,
     *,
-    keep_original: bool = False,
     remote_code: bool = False,
     overwrite: bool = False,
     say: Say = silent,
@@ -30,9 +29,8 @@ def convert_pretrained(
     """Convert a pretrained model and save it, with its report on held-out samples, in a folder.
 
     ``source`` is a folder, a GGUF file, or the name of a model on the hub. The folder ``out`` gets
-    ``model`` (loadable), ``report.json``, ``report.html``, ``recipe.json`` and, with
-    ``keep_original``, the unchanged model as ``original``. It appears as a whole when all is done:
-    an error leaves nothing behind. With ``remote_code`` the model also loads without dynorm, as in
+    ``model`` (loadable), ``report.json``, ``report.html`` and ``recipe.json``. It appears as a whole
+    when all is done: an error leaves nothing behind. With ``remote_code`` the model also loads without dynorm, as in
     :func:`dynorm.save`. ``say`` is called with a line about each stage.
     """
     recipe = recipe or Recipe()
@@ -84,7 +82,6 @@ def convert_pretrained(
         out,
         overwrite,
         report,
-        original=original if keep_original else None,
         recipe=recipe,
         remote_code=remote_code,
         template="conversion.jinja",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dynorm.errors import ArgumentError, ModelError
+from dynorm.errors import ArgumentError, ModelError, listed
 from dynorm.fold import FoldReport, fold_
 from dynorm.jobs.checkpoint import Checkpoint, local_source, model_name
 from dynorm.jobs.write import require_output, write_out
@@ -75,38 +75,29 @@ def example_of(model: "PreTrainedModel") -> dict[str, Tensor]:
     def ids() -> Tensor:
         text = getattr(config, "text_config", config)
         length = _LENGTH
-        for name in ("max_position_embeddings", "max_target_positions"):
-            limit = getattr(text, name, None)
-            if isinstance(limit, int) and limit > 0:
-                length = min(length, limit)
+        limit = getattr(text, "max_position_embeddings", None)
+        if isinstance(limit, int) and limit > 0:
+            length = min(length, limit)
         # The first ids are often special tokens.
         first = min(4, text.vocab_size - 1)
         return torch.randint(first, text.vocab_size, (1, length), generator=generator, device="cpu")
-
-    def noise(*shape: int) -> Tensor:
-        values = torch.randn(1, *shape, generator=generator, dtype=torch.float32, device="cpu")
-        return values.to(dtype)
 
     inputs: dict[str, Tensor] = {}
     if "pixel_values" in names:
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", 224)
         sides = size if isinstance(size, (list, tuple)) else (size, size)
-        inputs["pixel_values"] = noise(getattr(vision, "num_channels", 3), *sides)
+        shape = (1, getattr(vision, "num_channels", 3), *sides)
+        pixels = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        inputs["pixel_values"] = pixels.to(dtype)
     has_vocabulary = getattr(config, "vocab_size", None) or hasattr(config, "text_config")
     if "input_ids" in names and has_vocabulary:
         inputs["input_ids"] = ids()
-    if "input_features" in names and hasattr(config, "num_mel_bins"):
-        length = 2 * getattr(config, "max_source_positions", 64)
-        inputs["input_features"] = noise(config.num_mel_bins, length)
-    if "input_values" in names and not inputs:
-        inputs["input_values"] = noise(4000)
     if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = ids()
     if not inputs:
         raise ArgumentError(
-            f"an example input must be known for {type(model).__name__}, but its forward takes "
-            "none of input_ids, pixel_values, input_features and input_values: call "
-            "dynorm.fold_(model, *example) in Python"
+            f"the model must take texts or images, but {type(model).__name__} takes "
+            f"{listed(names)}: call dynorm.fold_(model, *example) in Python"
         )
     return inputs

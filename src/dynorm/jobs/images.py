@@ -39,30 +39,28 @@ class Crop:
         return image.crop((int(left), int(top), int(left + side) + 1, int(top + side) + 1))
 
 
-def find_images(paths: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
-    """Find images in files and folders; return the readable ones, and the names of the others.
+def find_images(paths: Iterable[str | Path]) -> list[Path]:
+    """Find images in files and folders, each once even if several files have the same bytes.
 
-    Only the first of files with the same bytes is returned. All are decoded once, to notice
-    truncated files. A path that does not exist or has no readable image is a DataError.
+    All are decoded, to notice truncated files. A path without images, or an image that cannot be
+    read, is a DataError.
     """
     require_library("PIL.Image", "reading images", "plots")
     from PIL.Image import DecompressionBombError
 
     images: dict[bytes, Path] = {}
-    damaged: list[str] = []
     for path in map(Path, paths):
         files = files_of(path, "images", _SUFFIXES)
-        unreadable: list[str] = []
+        if not files:
+            raise DataError(f"images must be files that Pillow can read, but {path} has none")
         for file in files:
             try:
                 Crop(file).read()
-                images.setdefault(hashlib.sha256(file.read_bytes()).digest(), file)
             # Pillow raises different errors for different formats.
-            except (OSError, EOFError, SyntaxError, ValueError, DecompressionBombError):
-                unreadable.append(str(file))
-        if len(unreadable) == len(files):
-            raise DataError(
-                f"images must be files that Pillow can read, but {path} has none, of {len(files)}"
-            )
-        damaged += unreadable
-    return list(images.values()), damaged
+            except (OSError, EOFError, SyntaxError, ValueError, DecompressionBombError) as error:
+                raise DataError(
+                    f"images must be files that Pillow can read, but {file} is not: {error}; "
+                    "remove it"
+                ) from error
+            images.setdefault(hashlib.sha256(file.read_bytes()).digest(), file)
+    return list(images.values())

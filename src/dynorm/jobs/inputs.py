@@ -59,9 +59,7 @@ class Inputs:
     noun: str  # "texts" or "images"
     fit: list[Any]
     held_out: list[Any]
-    facts: (
-        JsonObject  # the sources, the files that could not be read, and how many there are to fit
-    )
+    facts: JsonObject  # the sources, and how many samples there are to fit
     batch: Callable[[Sequence[Any]], dict[str, Tensor]]  # makes a batch of samples
     label: Callable[[Any], str]  # names a sample for a reader
     length: Callable[[Any], float]  # samples of similar length make a batch

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from dynorm.errors import ArgumentError, listed
+from dynorm.errors import ArgumentError
 from dynorm.jobs.checkpoint import Checkpoint, model_name
 from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import Batches, Inputs, ShuffledBatches, image_inputs, text_inputs
@@ -60,11 +60,10 @@ def load_job(
         )
     paths = samples.get(noun, ())
     found: Sequence[Any]
-    damaged: list[str] = []
     # A language model learns from whole docstrings: their first paragraphs hardly ever have a
     # second sentence.
     if noun == "images":
-        found, damaged = find_images(paths)
+        found = find_images(paths)
     elif paths:
         found = read_texts(paths, whole=checkpoint.language_model)
     else:
@@ -72,9 +71,6 @@ def load_job(
     facts: JsonObject = {
         noun: [str(path) for path in paths] or "docstrings of the standard library"
     }
-    if damaged:
-        facts[f"{noun}_that_cannot_be_read"] = damaged
-        say(f"left out {len(damaged)} files of {noun} that cannot be read: {listed(damaged)}")
     fit, held_out = split_texts(found, recipe.held_out, recipe.seed, noun)
     pretrained = checkpoint.load()
     recipe = recipe.filled_for(pretrained.model)

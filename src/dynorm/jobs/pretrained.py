@@ -136,18 +136,11 @@ def _require_known_words(
             f"the tokenizer must give ids below the model's vocab_size of {size}, but gave "
             f"{largest}: take the one that belongs to the model"
         )
-    unknown = tokenizer.unk_token_id
-    if unknown is None:
-        # The backend may know an unknown token that tokenizer_config.json does not declare.
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        word = getattr(getattr(backend, "model", None), "unk_token", None)
-        if word is not None:
-            unknown = tokenizer.convert_tokens_to_ids(word)
-    special = {*tokenizer.all_special_ids, unknown}
+    special = {*tokenizer.all_special_ids}
     lost = 0
     for ids in encoded:
         known = [i for i in ids if i not in special]
-        if len(known) <= ids.count(unknown):
+        if len(known) <= ids.count(tokenizer.unk_token_id):
             lost += 1
     if 2 * lost > len(encoded):
         raise DataError(

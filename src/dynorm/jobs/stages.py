@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynorm.batches import Batch, call
+from dynorm.batches import Batch
 from dynorm.errors import ModelError
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_, refine_
-from dynorm.fold.means import fold_means_
-from dynorm.guard import edited_parts, unchanged_on_error, undisturbed
+from dynorm.fold import fold_means_
+from dynorm.guard import edited_parts, unchanged_on_error, usable_bf16
 from dynorm.plain import JsonObject
 from dynorm.recipe import Recipe
 from dynorm.replace import convert_
@@ -25,17 +25,9 @@ from dynorm.replace.options import chosen_options
 from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
 from dynorm.report.output import OutputReport
-from dynorm.train.distill import distill_
+from dynorm.train import distill_
 
 Say = Callable[[str], None]
-_TITLES = {"calibrate": "without training", "refine": "refined", "distill": "distilled"}
-# A forward and a backward pass of the model, and a forward pass of its original.
-_PASSES_OF_A_STEP = 5
-_PASSES_OF_A_FIT = 3
-# The weights of the original, those of the best stage, gradients and the two moments of Adam come
-# on top of the model's.
-_COPIES = 3
-_COPIES_IN_TRAINING = 6
 
 
 @dataclass(frozen=True)
@@ -49,6 +41,17 @@ class Data:
     compared: Sequence[Batch]  # a few held-out batches, for a look at the model after each stage
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A verb that trains a converted model, with its batches and options."""
+
+    name: str
+    done: str  # how the model is called afterwards
+    verb: Callable[..., Any]
+    batches: Iterable[Batch]
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
 def silent(line: str) -> None:
     """Say nothing."""
 
@@ -58,9 +61,9 @@ def convert_in_stages_(
 ) -> tuple[ModelReport, nn.Module]:
     """Convert a model by a recipe without None; return its report, and a copy of the original.
 
-    After the calibration, the refinement and the distillation the outputs for a few held-out
-    batches are compared with the original's. The model keeps the values of the stage with the least
-    loss there. After an error the model is as it was before.
+    After each stage the outputs for a few held-out batches are compared with the original's. The
+    model keeps the values of the stage with the least loss there. After an error the model is as it
+    was before.
     """
     batch = data.calibration[len(data.calibration) // 2]
     sites = sites_of_original = find_norms(model, batch)
@@ -84,13 +87,11 @@ def convert_in_stages_(
         say(converted.summary())
         course.details["refused"] = [site.to_dict() for site in converted.refused]
         course.details["skipped"] = [site.path for site in converted.skipped]
-        say(_plan(original, data, recipe))
-        course.run("calibrate", lambda: calibrate_(model, data.calibration))
+        closed_form, *trainings = _stages(data, recipe, original, say)
+        course.run(closed_form)
         say(_ways_on(recipe))
-        if recipe.refine:
-            course.run("refine", lambda: _refined(model, data, recipe))
-        if recipe.steps:
-            course.run("distill", lambda: _distilled(model, original, data, recipe, say))
+        for training in trainings:
+            course.run(training)
         course.keep_the_best_()
         begun = time.perf_counter()
         report = measure(
@@ -107,30 +108,29 @@ def convert_in_stages_(
     return report, original
 
 
-def _refined(model: nn.Module, data: Data, recipe: Recipe) -> Any:
-    return refine_(
-        model, data.refinement, steps=recipe.refine, lr=recipe.refine_lr, bf16=recipe.bf16
-    )
+def _stages(data: Data, recipe: Recipe, original: nn.Module, say: Say) -> list[Stage]:
+    """Return the stages of a recipe, in order."""
+    # Asked once: it warns.
+    bf16 = recipe.bf16 and usable_bf16(original)
+    stages = [Stage("calibrate", "without training", calibrate_, data.calibration)]
+    if recipe.refine:
+        options: dict[str, object] = {"steps": recipe.refine, "bf16": bf16}
+        stages.append(Stage("refine", "refined", refine_, data.refinement, options))
+    if recipe.steps:
+        # It imports transformers.
+        from dynorm.jobs.progress import Progress
 
-
-def _distilled(model: nn.Module, original: nn.Module, data: Data, recipe: Recipe, say: Say) -> Any:
-    # It imports transformers.
-    from dynorm.jobs.progress import Progress
-
-    assert recipe.steps is not None
-    return distill_(
-        model,
-        data.training,
-        teacher=original,
-        steps=recipe.steps,
-        lr=recipe.lr,
-        seed=recipe.seed,
-        bf16=recipe.bf16,
-        accumulate=recipe.accumulate,
-        checkpoints=recipe.checkpoints,
-        report_to=recipe.report_to,
-        callbacks=[Progress(say)],
-    )
+        options = {
+            "teacher": original,
+            "steps": recipe.steps,
+            "lr": recipe.lr,
+            "seed": recipe.seed,
+            "bf16": bf16,
+            "checkpoints": recipe.checkpoints,
+            "callbacks": [Progress(say)],
+        }
+        stages.append(Stage("distill", "distilled", distill_, data.training, options))
+    return stages
 
 
 class _Course:
@@ -148,17 +148,17 @@ class _Course:
         self._losses: dict[str, float] = {}
         self._best: list[Tensor] = []
 
-    def run(self, name: str, stage: Callable[[], Any]) -> None:
+    def run(self, stage: Stage) -> None:
         """Run a stage, and compare the model's outputs with the original's after it."""
         begun = time.perf_counter()
-        report = stage()
+        report = stage.verb(self._model, stage.batches, **stage.options)
         seconds = time.perf_counter() - begun
-        self.seconds[name] = round(seconds, 2)
+        self.seconds[stage.name] = round(seconds, 2)
         output = compare(self._model, self._original, self._compared)
-        self._say(f"{_TITLES[name]}, in {seconds:.0f} s: {in_words(output)}")
-        self.details[name] = report.to_dict() | {"output": asdict(output)}
-        self._losses[name] = loss_of(output)
-        if self._losses[name] == min(self._losses.values()):
+        self._say(f"{stage.done}, in {seconds:.0f} s: {in_words(output)}")
+        self.details[stage.name] = report.to_dict() | {"output": asdict(output)}
+        self._losses[stage.name] = loss_of(output)
+        if self._losses[stage.name] == min(self._losses.values()):
             self._best = [tensor.detach().clone() for tensor in _tensors(self._model)]
 
     @torch.no_grad()
@@ -197,33 +197,13 @@ def in_words(output: OutputReport) -> str:
 
 
 def _ways_on(recipe: Recipe) -> str:
-    """Return how to lessen the loss without training."""
-    distil = "distil (--steps)"
-    if recipe.steps:
-        distil = f"distil, for {recipe.steps} steps as now (--steps)"
+    """Return how to lose less than without training."""
     few = "let each layer read a few channels (--witnesses 4)"
     if recipe.witnesses:
         few = f"let each layer read more than {recipe.witnesses} channels (--witnesses, at most 16)"
-    return f"two ways on: {distil}, or {few}"
-
-
-def _plan(original: nn.Module, data: Data, recipe: Recipe) -> str:
-    """Return about how long the stages take, and the memory of the weights."""
-    with torch.no_grad(), undisturbed(original, evaluate=True):
-        begun = time.perf_counter()
-        call(original, data.refinement[0])
-        seconds = time.perf_counter() - begun
-    assert recipe.steps is not None
-    steps = recipe.refine + recipe.steps * recipe.accumulate
-    passes = _PASSES_OF_A_STEP * steps
-    passes += _PASSES_OF_A_FIT * (len(data.calibration) + len(data.held_out))
-    copies = _COPIES_IN_TRAINING if recipe.steps else _COPIES
-    size = sum(p.numel() * p.element_size() for p in original.parameters())
-    return (
-        f"plan: {len(data.calibration)} batches of calibration, {recipe.refine} steps of "
-        f"refinement, {recipe.steps} of distillation: about {seconds * passes / 60:.0f} minutes, "
-        f"and {copies * size / 2**30:.1f} GiB of memory besides the activations"
-    )
+    if recipe.steps:
+        return f"{recipe.steps} steps of distillation follow; to lose less, take more (--steps), or {few}"
+    return f"to lose less, distil the model (--steps 300), or {few}"
 
 
 def _copied(model: nn.Module) -> nn.Module:

@@ -132,13 +132,11 @@ def _docstrings(file: Path, content: str, whole: bool) -> Iterator[str]:
             # About invalid escape sequences.
             warnings.simplefilter("ignore")
             tree = ast.parse(content)
-    except SyntaxError as error:
+    # The last two are of a file that nests too deep.
+    except (SyntaxError, RecursionError, MemoryError) as error:
         raise DataError(
-            f"a .py file must be Python, but {file} is not, at line {error.lineno}"
-        ) from error
-    except (RecursionError, MemoryError) as error:
-        raise DataError(
-            f"a .py file must nest less deep than {file}, which Python cannot read"
+            f"a .py file must be Python that can be read, but {file} is not: "
+            f"{type(error).__name__}: {error}"
         ) from error
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -25,7 +25,7 @@ WEIGHTS = frozenset(_ENDINGS.split())
 REPORT = "report.json"
 PAGE = "report.html"
 RECIPE = "recipe.json"
-_WRITTEN = frozenset(["model", "original", REPORT, PAGE, RECIPE])
+_WRITTEN = frozenset(["model", REPORT, PAGE, RECIPE])
 CARD = "README.md"
 ORIGINAL = "README.original.md"
 # The metadata of the original's card that also hold for the changed model: a key and its lines.
@@ -71,15 +71,14 @@ def write_out(
     report: Any,
     *,
     template: str,
-    original: PreTrainedModel | None = None,
     recipe: Recipe | None = None,
     remote_code: bool = False,
     **card: object,
 ) -> None:
     """Write a folder with a changed model and its report, as a whole or not at all.
 
-    It gets ``model`` with its card and ``report.json``; ``original``, if that is given; and with a
-    recipe ``recipe.json`` and ``report.html``. The ``template`` and the rest, ``card``, are arguments
+    It gets ``model`` with its card and ``report.json``; with a recipe also ``recipe.json`` and
+    ``report.html``. The ``template`` and the rest, ``card``, are arguments
     of :func:`write_card`.
     """
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -96,8 +95,6 @@ def write_out(
             report=report,
             **card,
         )
-        if original is not None:
-            write_model(original, source, new / "original")
         write_text(new / REPORT, json.dumps(report.to_dict(), indent=1) + "\n")
         if recipe is not None:
             recipe.save(new / RECIPE)
