@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from dynorm.errors import DataError, ModelError
 from dynorm.fold import apply, fold, fold_
-from dynorm.fold.check import Check, fresh
-from dynorm.fold.tensors import detached_copy, tensors_in
+from dynorm.fold.check import Check
+from dynorm.fold.tensors import detached_copy, fresh, tensors_in
 
 C = 8
 Forward = Callable[[Any, Any], Any]
@@ -180,7 +180,7 @@ def test_each_half_precision_output_has_its_own_noise() -> None:
             return x * self.exact, (x + 40 - 40) * self.rounded
 
     model = Two().bfloat16()
-    check = Check(model, ((x_of().bfloat16(),), {}))
+    check = Check(model, [((x_of().bfloat16(),), {})])
     with torch.no_grad():
         model.rounded.fill_(1.0625)
         assert check.require_same(model)["error"] > 0.05  # type: ignore[operator]
@@ -219,7 +219,7 @@ def test_a_wrong_fold_is_found_whatever_the_example_is() -> None:
 @pytest.mark.parametrize("example", [torch.zeros(5, 4).double(), x_of().abs() + 0.1])
 def test_the_two_fresh_inputs_and_the_example_differ(example: Tensor) -> None:
     model = net(lambda m, x: m.h(m.n(m.e((x + 1e-9).log() if x.min() > 0 else x))))
-    check = Check(model, ((example,), {}))
+    check = Check(model, [((example,), {})])
     assert check.fresh == 2
     inputs = [args[0] for args, _ in check.inputs]
     assert not any(torch.equal(inputs[i], inputs[j]) for i, j in ((0, 1), (0, 2), (1, 2)))

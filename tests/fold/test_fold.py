@@ -60,6 +60,11 @@ def rms() -> nn.Module:
     return nn.RMSNorm(C, eps=1e-6)
 
 
+def unseen(norm: nn.Module, name: str) -> Any:
+    """A norm's parameter, read in a way that find_norms does not see."""
+    return vars(norm)["_parameters"][name]
+
+
 def vector(size: int = C) -> nn.Parameter:
     return nn.Parameter(torch.ones(size))
 
@@ -144,7 +149,7 @@ REFUSALS: dict[str, tuple[Run, dict[str, Any], str]] = {
     "a shared reader": (lambda m, h: m.h(h) + m.h(torch.ones_like(h)), {}, "also used by"),
     "a shared bias": (lambda m, h: m.h(h) * m.h.bias, {}, "also used by"),
     "a shared weight of its own": (
-        lambda m, h: m.h(h) + m.n.weight.sum(),
+        lambda m, h: m.h(h) + unseen(m.n, "weight").sum(),
         {},
         "used elsewhere",
     ),
@@ -174,7 +179,7 @@ REFUSALS: dict[str, tuple[Run, dict[str, Any], str]] = {
         "has not the same bias in all uses",
     ),
     "a norm's bias as reader's": (
-        lambda m, h: m.n2(functional.linear(h, m.h.weight, m.n2.bias)),
+        lambda m, h: m.n2(functional.linear(h, m.h.weight, unseen(m.n2, "bias"))),
         {"h": nn.Linear(C, C), "n2": nn.LayerNorm(C)},
         "n2.bias is part of a norm",
     ),
@@ -378,7 +383,10 @@ MEANS: dict[str, tuple[Run, str]] = {
         lambda m, x: m.h(m.n(x)) + (m.h.weight @ m.e.weight).sum(),
         "e.weight writes into it, and is also used by",
     ),
-    "a norm's weight": (lambda m, x: m.h(m.n(x + m.n.weight)), "n.weight is part of a norm"),
+    "a norm's weight": (
+        lambda m, x: m.h(m.n(x + unseen(m.n, "weight"))),
+        "n.weight is part of a norm",
+    ),
     "two gains": (
         lambda m, x: m.h(m.n(x + m.l(ones(x)) * m.g + m.l(2 * ones(x)) * m.g2)),
         "l.weight writes into it, and is also used by",

@@ -8,67 +8,50 @@ import torch
 from torch import nn
 
 from dynorm.fold.plan import Plan
-from dynorm.fold.site import SiteFold
+from dynorm.fold.site import SiteFold, affine_parts
 from dynorm.guard import edited_parts, unchanged_on_error
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.converted import identity
-from dynorm.replace.edits import ADDED_BIAS, edits_of, parameter_like, set_untied_, untie_
+from dynorm.replace.edits import ADDED_BIAS, parameter_like, set_untied_, untie_
 from dynorm.replace.swap import swap_, take_over_
-
-Ties = dict[nn.Parameter, list[tuple[nn.Module, str]]]
-"""The modules that share each parameter, with its name in them; the first one keeps it."""
-
-
-@torch.no_grad()
-def separated_(model: nn.Module) -> Ties:
-    """Give every module that shares a parameter, except the first, a copy of it; return which share."""
-    holders: Ties = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                holders.setdefault(parameter, []).append((module, name))
-    ties = {parameter: shared for parameter, shared in holders.items() if len(shared) > 1}
-    for parameter, shared in ties.items():
-        for module, name in shared[1:]:
-            module._parameters[name] = parameter_like(parameter.clone(), parameter)
-    return ties
 
 
 @contextmanager
-def applied(model: nn.Module, plan: Plan, ties: Ties) -> Iterator[None]:
-    """Put a plan into a model; an error inside the context takes it out again.
-
-    Parameters that were separated are tied again if they are still equal.
-    """
-    tensors = [slot.tensor for slot in plan.values]
-    for fold in plan.folds:
-        tensors += [part.tensor for part in fold.affine_parts]
-    with unchanged_on_error(edited_parts(model), tensors):
+def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Put a plan into a model; an error inside the context takes it out again."""
+    with unchanged_on_error(edited_parts(model), [slot.tensor for slot in plan.values]):
+        is_untied = _untie_(plan)
         _write_values_(plan)
-        _neutralize_(plan.folds)
-        for parameter, shared in ties.items():
-            _tie_equal_(parameter, shared[1:])
+        for fold in plan.folds:
+            if fold.is_absorbed and isinstance(fold.module, PointwiseNorm):
+                _strip_(fold.module, is_line=fold.is_line)
         config: Any = getattr(model, "config", None)
         is_tied = hasattr(config, "to_dict") and config.__dict__.get("tie_word_embeddings") is True
-        if is_tied and edits_of(model).untied:
+        if is_untied and is_tied:
             _note_untied_(model, config)
         swap_(model, _replacements(plan.folds))
         yield
 
 
-def _tie_equal_(parameter: nn.Parameter, copies: Sequence[tuple[nn.Module, str]]) -> None:
-    """Put a parameter in the place of its copies, or note that they are untied if any differs.
+def _untie_(plan: Plan) -> bool:
+    """Untie the parameters that are to differ, and return whether there are any.
 
-    All or none, because a config says whether all are tied.
+    All owners of one, because a config says whether all or none are tied.
     """
-    values = [module._parameters[name] for module, name in copies]
-    is_one_value = all(value is not None and value.equal(parameter) for value in values)
-    for (module, name), value in zip(copies, values, strict=True):
-        if is_one_value:
-            module._parameters[name] = parameter
-        elif value is not None:
-            set_untied_(module, name, value, parameter)
+    is_untied = False
+    for tie in plan.ties:
+        values = [plan.values[slot] for slot in tie if slot in plan.values]
+        if not values:
+            continue
+        if len(values) == len(tie) and all(value.equal(values[0]) for value in values):
+            continue
+        is_untied = True
+        for slot in tie[1:]:
+            owner = slot.owners[0]
+            assert isinstance(slot.tensor, nn.Parameter)
+            set_untied_(owner.module, owner.name, slot.tensor)
+    return is_untied
 
 
 def _note_untied_(model: nn.Module, config: Any) -> None:
@@ -100,22 +83,6 @@ def _write_values_(plan: Plan) -> None:
         layer = slot.owners[0].module
         layer._parameters["bias"] = parameter_like(value, slot.tensor)
         layer.__dict__[ADDED_BIAS] = True
-
-
-@torch.no_grad()
-def _neutralize_(folds: Sequence[SiteFold]) -> None:
-    """Make the folded parts of all norms and layers neutral.
-
-    That includes modules that will be replaced: the model may also call them through a list.
-    """
-    for fold in folds:
-        if not fold.is_absorbed:
-            continue
-        if isinstance(fold.module, PointwiseNorm):
-            _strip_(fold.module, is_line=fold.is_line)
-            continue
-        for part in fold.affine_parts:
-            part.tensor.fill_(part.neutral)
 
 
 def _strip_(layer: PointwiseNorm, *, is_line: bool) -> None:
@@ -153,7 +120,8 @@ def _rms_for(fold: SiteFold) -> nn.Module:
     )
     if fold.is_absorbed:
         return layer
-    for part in fold.affine_parts:
+    # As the norm holds them now: they may be untied.
+    for part in affine_parts(fold.site, fold.module):
         if isinstance(part.tensor, nn.Parameter) and not part.offset:
             layer._parameters[part.name] = part.tensor
         else:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from dynorm.batches import Inputs
 from dynorm.dtypes import HALVES
 from dynorm.errors import DataError, DynormError, ModelError
-from dynorm.fold.tensors import detached_copy, mapped, tensors_in
+from dynorm.fold.tensors import are_equal, detached_copy, fresh, is_dense, mapped, tensors_in
 from dynorm.guard import Function, FunctionMode, undisturbed
 
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # The folded weights are rounded once more than the original's: sqrt(2) of its noise, and a margin.
 _NOISE = 2.0
 # For a single output, which may have only a few numbers.
@@ -41,31 +40,32 @@ def _widened(value: object) -> object:
 
 
 class Check:
-    """A model's outputs for the example and for fresh inputs, to compare later outputs with.
+    """A model's outputs for some examples and for fresh inputs, to compare later outputs with.
 
     Args:
         model: the model before a change.
-        example: the arguments of one call.
+        examples: the arguments of one call each. The fresh inputs are like the first.
         tolerance: the relative error to allow; None chooses it by dtype.
     """
 
-    def __init__(self, model: nn.Module, example: Inputs, tolerance: float | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, examples: Sequence[Inputs], tolerance: float | None = None
+    ) -> None:
         self.dtype = _narrowest_dtype(model)
-        self.inputs = [detached_copy(example)]
-        self._before = [self._of_example(model)]
+        self.inputs = list(examples)
+        self._before = [self._of_example(model, inputs) for inputs in examples]
         # Two fresh inputs; but some models take nothing except the example.
         for seed in (1, 2):
             self._add_fresh(model, seed)
-        self.fresh = len(self.inputs) - 1
-        self.noise: float | None = None
-        # The noise of each output, if the tolerance depends on it.
+        self.fresh = len(self.inputs) - len(examples)
+        # In half precision the noise of each output, on which the tolerance depends.
         self._noises: list[float] = []
-        if self.dtype in HALVES:
-            self._use_float32(model, tolerance)
+        if tolerance is None and self.dtype in HALVES:
+            self._compare_with_float32(model)
         if tolerance is not None:
             self.tolerance = tolerance
-        elif self.noise is not None:
-            self.tolerance = _NOISE * self.noise
+        elif self._noises:
+            self.tolerance = _NOISE * max(self._noises)
         else:
             self.tolerance = 1e-12 if self.dtype == torch.float64 else 1e-5
 
@@ -75,17 +75,13 @@ class Check:
         return _largest_errors(outputs, self._before)
 
     def require_same(self, model: nn.Module) -> dict[str, object]:
-        """Check that the outputs are the same, and return the figures for a report.
-
-        In half precision each output is also compared with its own noise.
-        """
+        """Check that the outputs are the same, and return the figures for a report."""
         errors = self.errors(model)
-        limits = [(max(errors), self.tolerance)]
         rounding = 2 * torch.finfo(self.dtype).eps
-        if self._noises:
-            for error, noise in itertools.zip_longest(errors, self._noises, fillvalue=0.0):
-                limits.append((error, max(_NOISE_OF_ONE * noise, rounding)))
-        for error, allowed in reversed(limits):
+        for error, noise in itertools.zip_longest(errors, self._noises, fillvalue=0.0):
+            allowed = self.tolerance
+            if self._noises:
+                allowed = min(allowed, max(_NOISE_OF_ONE * noise, rounding))
             # A comparison with NaN is False.
             if not error <= allowed:
                 inputs = "the example or fresh random inputs" if self.fresh else "the example"
@@ -98,13 +94,13 @@ class Check:
         return {
             "error": max(errors),
             "tolerance": self.tolerance,
-            "noise": self.noise,
+            "noise": max(self._noises, default=None),
             "fresh": self.fresh,
         }
 
-    def _of_example(self, model: nn.Module) -> list[Tensor]:
+    def _of_example(self, model: nn.Module, example: Inputs) -> list[Tensor]:
         try:
-            outputs = self._outputs(model, self.inputs[0])
+            outputs = self._outputs(model, example)
         except DynormError:
             raise
         except Exception as error:
@@ -129,7 +125,7 @@ class Check:
         example = self.inputs[0]
         for all_random in (True, False):
             inputs = fresh(example, seed, all_random)
-            if _are_equal(inputs, example):
+            if are_equal(inputs, example):
                 continue
             try:
                 outputs = self._outputs(model, inputs)
@@ -142,50 +138,44 @@ class Check:
                 self._before.append(outputs)
                 return
 
-    def _use_float32(self, model: nn.Module, tolerance: float | None) -> None:
+    def _compare_with_float32(self, model: nn.Module) -> None:
         """Take the outputs of a float32 copy as the truth, and the distance from them as the noise."""
         try:
             in_float32 = copy.deepcopy(model).float()
             outputs = [self._outputs(in_float32, mapped(inputs, _float)) for inputs in self.inputs]
         except Exception as error:
-            if tolerance is not None:
-                # The half-precision outputs remain the reference.
-                return
             raise ModelError(
                 "the model must have a float32 copy that runs, from which its own rounding error "
                 f"is measured, but that raised {type(error).__name__}: {error}; pass tolerance= to "
                 "compare in half precision"
             ) from error
-        noises = _largest_errors(self._before, outputs)
-        self.noise = max(noises)
+        self._noises = _largest_errors(self._before, outputs)
         self._before = outputs
-        if tolerance is not None:
-            return
-        if not self.noise <= _LARGEST_NOISE:
+        noise = max(self._noises)
+        if not noise <= _LARGEST_NOISE:
             raise ModelError(
                 f"the model's outputs must be within {_LARGEST_NOISE} of its float32 copy's for a "
-                f"check in half precision to mean something, but differ by {self.noise:.1e}: fold "
+                f"check in half precision to mean something, but differ by {noise:.1e}: fold "
                 "it in float32 and cast it then, or pass tolerance="
             )
-        self._noises = noises
 
     def _outputs(self, model: nn.Module, inputs: Inputs) -> list[Tensor]:
         """Run the model on a copy of some inputs, and return its outputs in float64."""
+        args, kwargs = detached_copy(inputs)
         casts = WideCasts() if self.dtype == torch.float64 else nullcontext()
         with undisturbed(model, inputs, attributes=True), casts:
             torch.manual_seed(0)
-            args, kwargs = detached_copy(inputs)
             returned = model(*args, **kwargs)
             outputs = [tensor.detach().clone() for tensor in tensors_in(returned)]
         if outputs:
             # A layer that is gone returns its input, and a later operator in place would write
             # into the caller's tensor. So the inputs after the call are compared too.
             for tensor in (*args, *kwargs.values()):
-                if isinstance(tensor, Tensor) and _is_dense(tensor):
+                if isinstance(tensor, Tensor) and is_dense(tensor):
                     outputs.append(tensor.nan_to_num())
         doubles = []
         for tensor in outputs:
-            if not _is_dense(tensor):
+            if not is_dense(tensor):
                 raise ModelError(
                     "the model's outputs must be dense tensors to be checked, but one is nested or "
                     "sparse: check=False skips the check"
@@ -212,10 +202,6 @@ def _narrowest_dtype(model: nn.Module) -> torch.dtype:
 
 def _float(tensor: Tensor) -> Tensor:
     return tensor.detach().float() if tensor.dtype in HALVES else tensor
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def relative_error(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
@@ -257,62 +243,3 @@ def _are_comparable(tensors: Sequence[Tensor]) -> bool:
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
-
-
-def _are_equal(inputs: Inputs, example: Inputs) -> bool:
-    """Return whether the tensors are equal; those of other layouts are never drawn at random."""
-    for a, b in zip(tensors_in(inputs), tensors_in(example), strict=True):
-        if _is_dense(a) and not a.nan_to_num().equal(b.nan_to_num()):
-            return False
-    return True
-
-
-def fresh(inputs: Inputs, seed: int, all_random: bool = True) -> Inputs:
-    """Return random inputs like an example.
-
-    If not ``all_random``, tensors of integers or of one number stay as they are.
-    """
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-
-    def renewed(value: Tensor) -> Tensor:
-        same = value.detach().clone()
-        if not _is_dense(value) or value.is_quantized or not value.numel():
-            return same
-        if value.is_floating_point():
-            drawn = _fresh_floats(same, generator, all_random)
-        elif all_random and value.dtype in _INTEGERS:
-            drawn = _fresh_integers(same, generator)
-        else:
-            return same
-        return drawn.to(value.device, value.dtype)
-
-    return mapped(inputs, renewed)
-
-
-def _fresh_integers(value: Tensor, generator: torch.Generator) -> Tensor:
-    low = int(value.min())
-    high = int(value.max())
-    # Zeros and ones are a mask.
-    if low >= 0 and high <= 1:
-        return value
-    return torch.randint(low, high + 1, value.shape, generator=generator, device="cpu")
-
-
-def _fresh_floats(value: Tensor, generator: torch.Generator, constants: bool) -> Tensor:
-    values = value.to("cpu", torch.float64)
-    low = float(values.min())
-    high = float(values.max())
-    is_constant = low == high
-    # A mask of zeros and minus infinities is not an activation.
-    if not bool(values.isfinite().all()) or (is_constant and not constants):
-        return value
-    if low < 0 < high or low == high == 0:
-        normal = torch.randn(values.shape, generator=generator, dtype=torch.float64, device="cpu")
-        size = 1.0 if is_constant else float(values.std())
-        return values.mean() + size * normal
-    # Numbers of one sign may need it, as under a logarithm.
-    if is_constant:
-        low *= 0.5
-        high *= 1.5
-    uniform = torch.rand(values.shape, generator=generator, dtype=torch.float64, device="cpu")
-    return low + (high - low) * uniform

@@ -4,20 +4,19 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from dynorm.arguments import check_not_negative
-from dynorm.batches import example_arguments
+from dynorm.batches import Inputs, example_arguments
 from dynorm.errors import DynormError, ModelError
 from dynorm.find import find_norms
-from dynorm.fold.apply import applied, separated_
+from dynorm.fold.apply import applied
 from dynorm.fold.check import Check, run
 from dynorm.fold.plan import Options, planned
 from dynorm.fold.report import FoldReport
 from dynorm.fold.site import site_folds
 from dynorm.fold.tensors import detached_copy
-from dynorm.fold.trace import Graph
-from dynorm.guard import edited_parts, require_plain_model, unchanged_on_error, undisturbed
+from dynorm.fold.trace import Graph, separated_
+from dynorm.guard import require_plain_model, undisturbed
 from dynorm.replace.edits import edits_of, is_changed
 from dynorm.site import NormSite
 
@@ -109,32 +108,48 @@ def fold_(
     """
     if tolerance is not None:
         check_not_negative("tolerance", tolerance)
-    _require_model(model)
     # A run may write into its arguments: a cache grows.
     example = detached_copy(example_arguments(model, args, kwargs))
-    in_place = any(isinstance(m, _DropoutNd) and m.inplace for m in model.modules())
-    options = Options(affine, center, center_partly, add_bias, in_place)
+    options = Options(affine, center, center_partly, add_bias, untie)
+    return folded(model, [example], sites, paths, options, tolerance, check=check)
+
+
+def folded(
+    model: nn.Module,
+    examples: Sequence[Inputs],
+    sites: Sequence[NormSite] | None,
+    paths: Collection[str] | None,
+    options: Options,
+    tolerance: float | None,
+    *,
+    check: bool = True,
+) -> FoldReport:
+    """Fold as :func:`fold_` does, which explains the arguments, and compare on several examples.
+
+    The first example is traced.
+    """
+    _require_model(model)
+    example = examples[0]
+    with undisturbed(model, example, attributes=True) as put_back:
+        if sites is None:
+            run_args, run_kwargs = detached_copy(example)
+            sites = find_norms(model, *run_args, **run_kwargs)
+            # Nothing must start from tensors that a run kept on a module.
+            put_back()
+        ties = separated_(model) if options.untie else []
+        folds = site_folds(sites, dict(model.named_modules()), paths)
+        # A norm that cannot be folded is traced as it is.
+        norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
+        graph = Graph(model, norms, example, ties)
+    plan = planned(graph, folds, options)
     checked: dict[str, Any] = {}
-    with unchanged_on_error(edited_parts(model), ()):
-        ties = separated_(model) if untie else {}
-        with undisturbed(model, example, attributes=True) as put_back:
-            if sites is None:
-                run_args, run_kwargs = detached_copy(example)
-                sites = find_norms(model, *run_args, **run_kwargs)
-                # Nothing must start from tensors that a run kept on a module.
-                put_back()
-            folds = site_folds(sites, dict(model.named_modules()), paths)
-            # A norm that cannot be folded is traced as it is.
-            norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
-            graph = Graph(model, norms, example)
-        plan = planned(graph, folds, options)
-        is_checked = check and plan.changes_anything
-        before = Check(model, example, tolerance) if is_checked else None
+    if plan.changes_anything:
+        before = Check(model, examples, tolerance) if check else None
         try:
-            with applied(model, plan, ties):
+            with applied(model, plan):
                 if before is not None:
                     checked = before.require_same(model)
-                elif plan.changes_anything:
+                else:
                     run(model, example)
         except DynormError:
             raise
@@ -145,10 +160,11 @@ def fold_(
                 f"{type(error).__name__} was raised: {error}; everything was put back. Its code "
                 "may use tensors that a norm or a layer holds: paths= helps to find which"
             ) from error
-    edits = edits_of(model)
+    rows = [fold.row() for fold in folds]
     left = [fold.site_after() for fold in folds]
+    edits = edits_of(model)
     return FoldReport(
-        [fold.row() for fold in folds],
+        rows,
         edits.biases,
         edits.untied,
         loads_with="dynorm" if is_changed(model) else "stock",

@@ -9,22 +9,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dynorm.batches import Batch, arguments, call
+from dynorm.batches import Batch, arguments
 from dynorm.dtypes import HALVES
 from dynorm.errors import CalibrationWarning, DataError, ModelError
-from dynorm.fold.check import relative_error
-from dynorm.fold.fold import fold_
+from dynorm.fold.fold import folded
+from dynorm.fold.plan import Options
 from dynorm.fold.report import FOLDED, PARTLY
-from dynorm.fold.tensors import tensors_in
-from dynorm.guard import in_eval_mode, undisturbed
+from dynorm.guard import in_eval_mode
 from dynorm.plain import PlainRecord
 from dynorm.site import NormSite
 
-# The relative error of the outputs that a fold may cause, in float32 and in a half.
+# The relative error of the outputs that a fold may cause in float32.
 _TOLERANCE = 1e-3
-_TOLERANCE_OF_HALVES = 0.05
 # This number of other batches is compared too, evenly spaced.
 _COMPARED = 4
 
@@ -83,36 +81,19 @@ def fold_means_(
 
     The fold sees the operators that run on ``batch``. A few of the ``others`` are compared too: a
     branch that only they take may read a stream whose means are gone.
-
-    Raises:
-        ModelError: the folded model's outputs on another batch differ. The model is then changed.
     """
-    # fold_ takes a list for one argument.
-    if isinstance(batch, list):
-        batch = tuple(batch)
-    step = max(1, len(others) // _COMPARED)
-    compared = others[::step][:_COMPARED]
     layernorms = []
     for site in sites:
         if site.kind == "layernorm" and site.refused is None and site.path in paths:
             layernorms.append(site.path)
     if not layernorms:
         return list(sites), None
-    args, kwargs = arguments(model, batch)
+    step = max(1, len(others) // _COMPARED)
+    examples = [arguments(model, one) for one in (batch, *others[::step][:_COMPARED])]
+    options = Options(affine=False, center=True, center_partly=True, add_bias=False, untie=True)
     try:
-        before = _outputs(model, compared)
         with in_eval_mode(model):
-            report = fold_(
-                model,
-                *args,
-                sites=sites,
-                paths=layernorms,
-                affine=False,
-                center_partly=True,
-                untie=True,
-                tolerance=_tolerance(model),
-                **kwargs,
-            )
+            report = folded(model, examples, sites, layernorms, options, _tolerance(model))
     except (ModelError, DataError) as error:
         warnings.warn(
             "the means of LayerNorms must be foldable, or the layers in their place lose more, but "
@@ -121,8 +102,6 @@ def fold_means_(
             stacklevel=2,
         )
         return list(sites), FoldedMeans(0, 0, len(layernorms), (str(error),))
-    allowed = _TOLERANCE_OF_HALVES if _has_halves(model) else _TOLERANCE
-    _require_equal(before, _outputs(model, compared), allowed)
     reasons = [site.center.reason for site in report.sites if site.center.reason is not None]
     means = FoldedMeans(
         report.count("center", FOLDED),
@@ -134,39 +113,11 @@ def fold_means_(
     return report.norms, means
 
 
-def _outputs(model: nn.Module, batches: Sequence[Batch]) -> list[list[Tensor]]:
-    """Return all floating-point tensors of the outputs on each batch."""
-    outputs = []
-    for batch in batches:
-        # With the attributes: a model may keep something of a batch, and read it at the next.
-        with torch.no_grad(), undisturbed(model, batch, evaluate=True, attributes=True):
-            tensors = tensors_in(call(model, batch))
-        outputs.append([tensor for tensor in tensors if tensor.is_floating_point()])
-    return outputs
-
-
-def _require_equal(before: list[list[Tensor]], after: list[list[Tensor]], allowed: float) -> None:
-    """Refuse a fold that changed the outputs by more than rounding, a relative error."""
-    for outputs, folded in zip(before, after, strict=True):
-        exact = [output.double() for output in outputs]
-        if relative_error([output.double() for output in folded], exact) > allowed:
-            raise ModelError(
-                "the outputs on all batches must stay the same when means are folded, but those on "
-                "a later batch differ: it runs a part of the model that the first one does not. "
-                "Let the first batch run all parts, or pass fold_means=False (--keep-means)"
-            )
-
-
 def _tolerance(model: nn.Module) -> float | None:
     """Return the relative error to allow; None for that of ``fold_``.
 
     In float32 means can be so large that rounding alone changes the outputs by more than ``fold_``
     allows. The conversion changes them far more.
     """
-    in_float32 = any(parameter.dtype == torch.float32 for parameter in model.parameters())
-    return _TOLERANCE if in_float32 and not _has_halves(model) else None
-
-
-def _has_halves(model: nn.Module) -> bool:
-    """Return whether a model computes in half precision; its outputs may be float32 all the same."""
-    return any(parameter.dtype in HALVES for parameter in model.parameters())
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return _TOLERANCE if torch.float32 in dtypes and dtypes.isdisjoint(HALVES) else None

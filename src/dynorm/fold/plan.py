@@ -28,7 +28,7 @@ class Options:
     center: bool
     center_partly: bool
     add_bias: bool
-    dropout_in_place: bool  # a dropout of the model writes into its input
+    untie: bool
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Plan:
     """All changes of a fold, as float64 values that are computed before any is written."""
 
     folds: Sequence[SiteFold]
+    ties: Sequence[Sequence[Slot]]  # parameters that were tied and may differ now
     # The new value of each parameter that changes.
     values: dict[Slot, Tensor] = field(default_factory=dict)
     # The biases to add, by the weight of their layer.
@@ -53,7 +54,7 @@ class Plan:
 
 def planned(graph: Graph, folds: Sequence[SiteFold], options: Options) -> Plan:
     """Decide where every part of every norm goes, or why it stays, and compute the new values."""
-    plan = Plan(folds)
+    plan = Plan(folds, graph.ties)
     for index, fold in enumerate(folds):
         if fold.refused is None and index not in graph.calls:
             fold.refused = "never called while the model was traced"
@@ -75,13 +76,14 @@ def _affine(
     try:
         readers = readers_of(calls, fold)
         _require_readers(fold, readers, options.add_bias)
-        _require_free(fold, calls, options)
-        # A layer drops its own tensors, and other owners keep theirs.
-        if not fold.is_pointwise:
-            for part in fold.affine_parts:
-                _require_unshared(graph.slots[part.tensor])
+        _require_free(fold, graph, calls)
     except RefusedError as refusal:
         return Rewrite(REFUSED, reason=str(refusal))
+    # A layer drops its own tensors, and other owners keep theirs.
+    if not fold.is_pointwise:
+        for part in fold.affine_parts:
+            own = graph.slots[part.tensor]
+            plan.values[own] = torch.full_like(double(own.tensor), part.neutral)
     # A weight that is read several times is scaled once.
     by_weight = {reader.weight.slot: reader for reader in readers}
     for slot, reader in by_weight.items():
@@ -136,23 +138,22 @@ def _require_bias(reader: Reader, same_weight: Sequence[Reader], add_bias: bool)
         raise RefusedError(f"{bias.slot.name} is also used by {leaf.place}")
 
 
-def _require_free(fold: SiteFold, calls: Sequence[Node], options: Options) -> None:
-    """Check that the readers can do what a norm or layer does with its weight and bias."""
+def _require_free(fold: SiteFold, graph: Graph, calls: Sequence[Node]) -> None:
+    """Check that a norm or layer can lose its weight and bias, and does nothing else with them."""
     if not fold.is_exact:
         raise RefusedError("it is not a norm times its weight plus its bias to the last digits")
-    if fold.is_line and options.dropout_in_place:
+    if fold.is_line and graph.drops_in_place:
         raise RefusedError("a dropout of the model works in place, and would write into its input")
     for call in calls:
         dtype = call.all_input_nodes[0].meta["val"].dtype
         if isinstance(fold.module, PointwiseNorm) and fold.module.returned_dtype(dtype) != dtype:
             raise RefusedError("it returns another dtype than it is given")
-
-
-def _require_unshared(slot: Slot) -> None:
-    """Check that a norm's own parameter can change, and that only the norm uses it."""
-    refuse_for(slot.blocked)
-    if slot.leaves:
-        raise RefusedError(f"{slot.name} is used elsewhere too")
+    for part in fold.affine_parts:
+        slot = graph.slots[part.tensor]
+        if not fold.is_pointwise:
+            refuse_for(slot.blocked)
+            if slot.leaves:
+                raise RefusedError(f"{slot.name} is used elsewhere too")
 
 
 def _fold_means(plan: Plan, graph: Graph, partly: bool) -> None:

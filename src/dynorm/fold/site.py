@@ -184,7 +184,7 @@ def _site_fold(site: NormSite, module: nn.Module, chosen: bool) -> SiteFold:
     fold = SiteFold(site, module, chosen, site.refused or _refusal(site, module))
     if fold.refused is not None:
         return fold
-    fold.affine_parts = _affine_parts(site, module)
+    fold.affine_parts = affine_parts(site, module)
     values = {part.name: part.value.flatten() for part in fold.affine_parts}
     fold.weight = values.get("weight")
     fold.bias = values.get("bias")
@@ -230,7 +230,7 @@ def _refusal(site: NormSite, module: nn.Module) -> str | None:
     return None
 
 
-def _affine_parts(site: NormSite, module: nn.Module) -> list[AffinePart]:
+def affine_parts(site: NormSite, module: nn.Module) -> list[AffinePart]:
     """Return the weight and the bias that tensors of a norm hold."""
     tensors = named_tensors(module)
     parts = []
@@ -261,7 +261,7 @@ def is_exact(fold: SiteFold, *, as_layernorm: bool = False) -> bool:
             copied = plain_copy(fold.module, torch.float64)
             norm = TokenFunction(copied, tuple(sizes), axis, torch.float64, device)
             neutral = replace(norm, module=plain_copy(fold.module, torch.float64))
-            for part in _affine_parts(fold.site, neutral.module):
+            for part in affine_parts(fold.site, neutral.module):
                 part.tensor.fill_(part.neutral)
             for scale in _SCALES:
                 tokens = norm.sample(scale, seed=0)

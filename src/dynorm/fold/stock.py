@@ -69,7 +69,7 @@ def as_stock(
             "float32"
         )
     args, kwargs = example_arguments(model, args, kwargs)
-    before = Check(model, (args, kwargs), tolerance)
+    before = Check(model, [(args, kwargs)], tolerance)
     vars(config).pop("quantization_config", None)
     vars(config).update(dict.fromkeys(eps_names, _EPS))
     stock: nn.Module = type(model)(config).to(like.device, like.dtype).eval()

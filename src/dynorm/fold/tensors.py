@@ -1,4 +1,4 @@
-"""The tensors in a model's inputs and outputs."""
+"""The tensors in a model's inputs and outputs, and fresh inputs like an example."""
 
 import copy
 import enum
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dynorm.batches import Inputs
 from dynorm.errors import DataError, ModelError
 
 _Value = TypeVar("_Value")
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Objects of these classes hold no tensor that a model computes.
 _WITHOUT_TENSORS = (
     *(type(None), bool, int, float, complex, str, bytes, type, range, slice, enum.Enum, nn.Module),
@@ -80,3 +82,67 @@ def mapped(value: _Value, function: Callable[[Tensor], Tensor]) -> _Value:
 def detached_copy(value: _Value) -> _Value:
     """Return a deep copy with detached tensors, so that a run cannot write into the caller's."""
     return mapped(value, lambda tensor: tensor.detach().clone())
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor is an array of numbers."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def are_equal(inputs: Inputs, example: Inputs) -> bool:
+    """Return whether the tensors are equal; those of other layouts are never drawn at random."""
+    for a, b in zip(tensors_in(inputs), tensors_in(example), strict=True):
+        if is_dense(a) and not a.nan_to_num().equal(b.nan_to_num()):
+            return False
+    return True
+
+
+def fresh(inputs: Inputs, seed: int, all_random: bool = True) -> Inputs:
+    """Return random inputs like an example.
+
+    If not ``all_random``, tensors of integers or of one number stay as they are.
+    """
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+
+    def renewed(value: Tensor) -> Tensor:
+        same = value.detach().clone()
+        if not is_dense(value) or value.is_quantized or not value.numel():
+            return same
+        if value.is_floating_point():
+            drawn = _fresh_floats(same, generator, all_random)
+        elif all_random and value.dtype in _INTEGERS:
+            drawn = _fresh_integers(same, generator)
+        else:
+            return same
+        return drawn.to(value.device, value.dtype)
+
+    return mapped(inputs, renewed)
+
+
+def _fresh_integers(value: Tensor, generator: torch.Generator) -> Tensor:
+    low = int(value.min())
+    high = int(value.max())
+    # Zeros and ones are a mask.
+    if low >= 0 and high <= 1:
+        return value
+    return torch.randint(low, high + 1, value.shape, generator=generator, device="cpu")
+
+
+def _fresh_floats(value: Tensor, generator: torch.Generator, constants: bool) -> Tensor:
+    values = value.to("cpu", torch.float64)
+    low = float(values.min())
+    high = float(values.max())
+    is_constant = low == high
+    # A mask of zeros and minus infinities is not an activation.
+    if not bool(values.isfinite().all()) or (is_constant and not constants):
+        return value
+    if low < 0 < high or low == high == 0:
+        normal = torch.randn(values.shape, generator=generator, dtype=torch.float64, device="cpu")
+        size = 1.0 if is_constant else float(values.std())
+        return values.mean() + size * normal
+    # Numbers of one sign may need it, as under a logarithm.
+    if is_constant:
+        low *= 0.5
+        high *= 1.5
+    uniform = torch.rand(values.shape, generator=generator, dtype=torch.float64, device="cpu")
+    return low + (high - low) * uniform

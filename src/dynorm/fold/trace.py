@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import Node
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
 from dynorm.batches import Inputs
@@ -51,16 +52,42 @@ def _hidden_norm(index: int) -> Callable[[Tensor], Tensor]:
     return lambda x: norm_call(x, index)
 
 
+Ties = list[list[nn.Parameter]]
+"""Each tied parameter, followed by its copies for all owners but the first."""
+
+
+@torch.inference_mode(False)
+def separated_(model: nn.Module) -> Ties:
+    """Give every owner of a tied parameter but the first a copy of it, and return which were tied."""
+    ties = []
+    for tensor, owners in _owners(model).items():
+        if len(owners) == 1 or not isinstance(tensor, nn.Parameter):
+            continue
+        tie = [tensor]
+        for owner in owners[1:]:
+            copied = nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+            owner.module._parameters[owner.name] = copied
+            tie.append(copied)
+        ties.append(tie)
+    return ties
+
+
 class Graph:
     """The graph of one call of a model, with all its parameters and buffers.
 
     The caller undoes all changes of the model: trace it inside
     ``undisturbed(model, attributes=True)``. Sizes are those of the example, and code that the
     example does not run is not in the graph. Each of the ``norms``, by index, becomes one node,
-    ``norm_call(x, index)``.
+    ``norm_call(x, index)``. ``ties`` are the parameters that were separated.
     """
 
-    def __init__(self, model: nn.Module, norms: Mapping[int, nn.Module], example: Inputs) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        norms: Mapping[int, nn.Module],
+        example: Inputs,
+        ties: Ties,
+    ) -> None:
         # Before the trace, which may keep tensors of its own on the modules.
         owners = _owners(model)
         overlapping = _overlapping(model)
@@ -76,12 +103,17 @@ class Graph:
         except Exception as error:
             raise _not_traceable(error) from error
         self.slots = _slots(owners, overlapping, norms.values(), _placeholders(program))
+        self.ties = [[self.slots[parameter] for parameter in tie] for tie in ties]
         # The calls of each norm, by the index of the norm.
         self.calls: dict[int, list[Node]] = {}
         for node in program.graph.nodes:
             index = norm_index(node)
             if index is not None:
                 self.calls.setdefault(index, []).append(node)
+        # A dropout in place would write into the values around a norm that is gone.
+        self.drops_in_place = False
+        for module in model.modules():
+            self.drops_in_place |= isinstance(module, _DropoutNd) and module.inplace
 
 
 def _slots(

@@ -64,12 +64,12 @@ def untie_(modules: Mapping[str, nn.Module], name: str) -> None:
     tensor = None if module is None else module._parameters.get(leaf)
     if module is None or tensor is None:
         raise ModelError(f"the model must have a parameter {name!r}, as the saved one has")
-    set_untied_(module, leaf, tensor, tensor)
+    set_untied_(module, leaf, parameter_like(tensor.detach().clone(), tensor))
 
 
-def set_untied_(module: nn.Module, name: str, value: Tensor, like: Tensor) -> None:
+def set_untied_(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Give a module an unshared parameter, and remember that it was tied."""
-    module._parameters[name] = parameter_like(value.detach().clone(), like)
+    module._parameters[name] = parameter
     module.__dict__[UNTIED] = (*module.__dict__.get(UNTIED, ()), name)
 
 
