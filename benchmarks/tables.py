@@ -367,7 +367,7 @@ def measured(table: Callable[[], str]) -> str:
     try:
         return table()
     except FileNotFoundError as error:
-        return f"Not measured for this version: there is no benchmarks/results/{Path(error.filename).name}."
+        return f"Not measured for this version: benchmarks/results/{Path(error.filename).name} is missing."
 
 
 def main() -> None:

@@ -3,8 +3,7 @@
 A new function f takes one row here, and the parts that the row names: its formula in
 ``functional.py``, its layer in a file of ``layers/`` (and in ``annealed.py``), and its kernel, a
 functor in ``kernels/csrc/functions.h`` and a branch in ``_triton_functions.py``. Its number is in
-``FunctionCode`` of ``_form.py``, and the same in ``csrc/types.h``. docs/architecture.md lists the
-few other places that distinguish the functions. Converting, saved folders and the titles and
+``FunctionCode`` of ``_form.py``, and the same in ``csrc/types.h``. Converting, saved folders and the titles and
 colours of reports read this table.
 """
 

@@ -7,8 +7,8 @@ statistics at :func:`rms`, of the norms at :func:`layer_norm`, of the point-wise
 :func:`dyisru_general`.
 
 A constant of a point-wise function (``alpha``, ``beta``, ``shift``, ``slope``, ``scale``,
-``center``) is a float or a floating point tensor: of shape (1,), (C,), or with as many dimensions
-as ``x`` and broadcast against it, as one constant per token is. ``weight`` and ``bias`` have the
+``center``) is a float or a floating point tensor: of shape (1,), (C,), or with the
+dimensions of ``x`` and broadcast against it, as one constant per token is. ``weight`` and ``bias`` have the
 shape (C,). The values of tensors are not validated, to avoid waiting for a device.
 
 Every point-wise function is put together in the same way, from ``u = x - center``:

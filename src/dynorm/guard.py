@@ -156,7 +156,7 @@ def unchanged_on_error(
 def edited_parts(model: nn.Module) -> list[Any]:
     """Return the objects whose attributes an edit of a model's weights may change.
 
-    They are its modules, and the config of a model of transformers, which says what is tied.
+    They are its modules, and the config of a model of transformers, which lists tied weights.
     """
     parts: list[Any] = list(model.modules())
     config = getattr(model, "config", None)
@@ -292,7 +292,7 @@ def autocast(model: nn.Module, bf16: bool) -> torch.autocast:
 
 
 def usable_bf16(model: nn.Module) -> bool:
-    """Return whether bfloat16 is no slower than float32 on the model's device; warn if it is."""
+    """Return whether bfloat16 is at least as fast as float32 on the model's device; warn if it is."""
     is_cpu = next(model.parameters()).device.type == "cpu"
     # The first versions of torch that dynorm takes cannot say.
     capabilities = getattr(torch.cpu, "get_capabilities", None)

@@ -1,4 +1,4 @@
-"""The base of reports: they convert themselves to plain values, and say that they are no model."""
+"""The base of reports: they convert themselves to plain values, and are not taken for the model."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _NOT_THE_MODEL = (
 
 
 class NotTheModel:
-    """A result that says what it is if it is used as the model that was changed in place."""
+    """A result that explains itself if it is used as the model that was changed in place."""
 
     if not TYPE_CHECKING:
 

@@ -89,7 +89,7 @@ def _sum(
     """
     channels = u.shape[axis]
     check_witness_tensors(witnesses, gain, channels)
-    # Compared and added one by one, so that there is no reduction, not even over the few.
+    # Compared and added one by one, so that the graph has no reduction, not even over the few.
     shown = torch.split(u.index_select(axis, witnesses), 1, axis)
     sizes = [value.detach().abs() for value in shown]
     largest = reduce(torch.maximum, sizes).clamp_min(_SMALLEST_UNIT)

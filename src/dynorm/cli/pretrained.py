@@ -214,7 +214,7 @@ def inspect(
     samples: Annotated[
         int,
         typer.Option(
-            help="Largest number of texts or images to fit on; as many again are used to measure."
+            help="Largest number of texts or images to fit on. The same number is used to measure."
         ),
     ] = 256,
     name: Name = None,

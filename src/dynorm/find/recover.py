@@ -184,7 +184,7 @@ def _closest(function: TokenFunction, kinds: Sequence[str] = ("layernorm", "rmsn
     """Return the formula closest to a function.
 
     A norm's core is odd: f(x) - f(-x) depends only on the weight, and f(x) + f(-x) only on the
-    bias. The tokens are so large that eps has no effect, but their squares are finite in half
+    bias. eps has no effect on tokens of this size, whose squares are finite even in half
     precision.
     """
     scale = 30.0 if function.is_half else 1e3

@@ -155,7 +155,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Batch]) -> CalibrationReport:
 
     Raises:
         ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model).
-        DataError: there is no batch, one is of the wrong kind, the model cannot run it, or an
+        DataError: ``batches`` is empty, one is of the wrong kind, the model cannot run it, or an
             activation is not finite (the message names the site). The constants are then as they
             were.
 

@@ -84,7 +84,7 @@ def init_from_batch_(model: nn.Module, batch: Batch, *, share: float = 0.1) -> I
             the input of a layer is not finite or all 0. The constants are then as they were.
 
     Warns:
-        CalibrationWarning: a layer's bound is below what a norm gives on this batch, as that of
+        CalibrationWarning: a layer's bound is below the outputs of a norm on this batch, as that of
             ``scale=1`` is.
 
     Example:

@@ -57,7 +57,7 @@ def fold_(
     outputs for the example and for fresh random inputs are compared; if they differ, everything is
     put back, to the bit. Parameters stay the same objects.
 
-    Only what the example runs is seen: a branch that it does not take may read a norm too. Outputs
+    A branch that the example does not take is not seen, and may read a norm too. Outputs
     that show the inside, such as ``output_hidden_states=True``, change if the example did not ask
     for them; so do tensors that a forward keeps on ``self``. Axes of the example should be longer
     than 1, because a reordering of one token is not seen.

@@ -116,8 +116,8 @@ def fold_means_(
 def _tolerance(model: nn.Module) -> float | None:
     """Return the relative error to allow; None for that of ``fold_``.
 
-    In float32 means can be so large that rounding alone changes the outputs by more than ``fold_``
-    allows. The conversion changes them far more.
+    In float32 the rounding of large means can change the outputs by more than ``fold_`` allows.
+    The conversion changes them far more.
     """
     dtypes = {parameter.dtype for parameter in model.parameters()}
     return _TOLERANCE if torch.float32 in dtypes and dtypes.isdisjoint(HALVES) else None

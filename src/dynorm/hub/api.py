@@ -140,7 +140,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
     folder = Path(directory)
     if not folder.is_dir():
         raise StorageError(
-            f"{folder} must be a directory that dynorm.save wrote, but there is no such directory: "
+            f"{folder} must be a directory that dynorm.save wrote, but no such directory exists: "
             "download a model of the hub with `hf download` first"
         )
     if (folder / CONFIG).exists():

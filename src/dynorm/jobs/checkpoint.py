@@ -39,7 +39,7 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
         otherwise the bare encoder.
 
     Raises:
-        ArgumentError: torch cannot use the device, there is no such dtype, or a GGUF file needs the
+        ArgumentError: torch cannot use the device or does not know the dtype, or a GGUF file needs the
             library gguf.
         StorageError: the source does not exist, transformers cannot read a model with its tokenizer
             or processor from it, weights of the model are missing, or the checkpoint has layers

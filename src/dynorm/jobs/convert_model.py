@@ -42,7 +42,7 @@ def convert_model(
 
     Returns:
         The report on the held-out batches. ``report.meta["recipe"]`` is the recipe with the
-        defaults for the model filled in, and ``report.meta["stages"]`` has what each stage did.
+        defaults for the model filled in, and ``report.meta["stages"]`` has the result of each stage.
 
     Raises:
         ArgumentError: an option is unknown or outside its domain, or there are steps of

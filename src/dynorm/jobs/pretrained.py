@@ -88,7 +88,7 @@ def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) 
         One list of token ids per text, or per block.
 
     Raises:
-        DataError: there is no text or too little for a block, or the tokenizer or the model does
+        DataError: the texts are empty or too short for a block, or the tokenizer or the model does
             not know most of it.
     """
     if not texts:

@@ -57,7 +57,7 @@ def require_output(source: Path, out: Path, *, overwrite: bool) -> None:
         others = {path.name for path in out.iterdir()} - _WRITTEN
         if others:
             raise StorageError(
-                f"{out} must hold only what an earlier run wrote, but has {listed(others)}: choose "
+                f"{out} must hold only files of an earlier run, but has {listed(others)}: choose "
                 "another folder"
             )
     folders_of_modules(source)

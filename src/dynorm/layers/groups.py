@@ -52,8 +52,6 @@ def param_groups(
         >>> [(len(group["params"]), group["lr"], group["weight_decay"]) for group in groups]
         [(1, 0.001, 0.1), (3, 0.001, 0.0), (1, 0.01, 0.0)]
 
-    Reference:
-        The default is measured: see "Learning rates" in docs/howto/from-scratch.md.
     """
     check_module(model)
     require_gathered(model)

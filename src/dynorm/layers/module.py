@@ -1,4 +1,4 @@
-"""What the point-wise layers are as modules: settings, witnesses, checkpoints, and what ``print`` shows."""
+"""The point-wise layers as modules: settings, witnesses, checkpoints, and what ``print`` shows."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -101,7 +101,7 @@ class LayerOptions:
 def options_by_glob(to: Target, base: LayerOptions) -> dict[str, LayerOptions | None]:
     """Return the checked options for each glob of ``to``, those for the rest last.
 
-    ``base`` has what a glob does not say; None keeps the norms.
+    ``base`` has the options that a glob leaves out; None keeps the norms.
     """
     choices: Mapping[str, Any] = to if isinstance(to, Mapping) else {REST: to}
     globs = [glob for glob in as_strings(choices) if glob != REST]

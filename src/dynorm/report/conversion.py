@@ -61,7 +61,7 @@ def measure(
 
     Raises:
         ModelError: the model has no point-wise layer, or ``original`` lacks its norms.
-        DataError: there is no batch, one is of the wrong kind, the models cannot run it, no batch
+        DataError: ``batches`` is empty, one is of the wrong kind, the models cannot run it, no batch
             reaches a layer, or an activation or output is not finite (the message names the site).
 
     Warns:

@@ -52,7 +52,7 @@ def inspect_norms(
 
     Raises:
         ModelError: the model has no norm (it may be converted already).
-        DataError: there is no batch, one is of the wrong kind, the model cannot run it, it reaches
+        DataError: ``batches`` is empty, one is of the wrong kind, the model cannot run it, it reaches
             no norm, or an activation is not finite.
 
     Example:

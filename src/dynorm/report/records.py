@@ -132,7 +132,7 @@ class Report(NotTheModel):
         return {name: plain(value) for name, value in values.items()}
 
     def title(self) -> str:
-        """Return one line: the model, and what was done with its norms."""
+        """Return one line: the model, and the treatment of its norms."""
         raise NotImplementedError
 
     def advice(self) -> list[str]:
@@ -247,7 +247,7 @@ class ModelReport(Report):
         return fmean(continuation.same for continuation in self.continuations)
 
     def title(self) -> str:
-        """Return one line: the norms that were replaced, and what a value depends on."""
+        """Return one line: the norms that were replaced, and the channels that a value depends on."""
         if not self.sites:
             return f"{self.name}: only the output is compared, because no norm is known"
         norms = count_of(len(self.sites), "norm")
@@ -257,7 +257,7 @@ class ModelReport(Report):
         )
 
     def verdict(self) -> str:
-        """Return a few sentences: what a value depends on, the loss, and the next step."""
+        """Return a few sentences: the channels that a value depends on, the loss, and the next step."""
         return words.verdict(self)
 
     def advice(self) -> list[str]:
@@ -367,6 +367,6 @@ class InspectionReport(Report):
             _SPREAD,
             f"{', '.join(titles)}: error |y − f| / |y| of the function on outliers",
             "ratio: DyT's error over DyISRU's; the paper claims that it is above 1",
-            "by 1, by 4: share of the variation of the tokens' sums that so many channels explain",
+            "by 1, by 4: share of the variation of the tokens' sums that one channel and four channels explain",
         ]
         return Table(columns, rows, notes + meanings)

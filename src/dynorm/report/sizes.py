@@ -14,7 +14,7 @@ from dynorm.site import NormSite
 _MOST = 4
 # The number of tokens in a report.
 _LARGEST = 5
-# An activation is called massive if its channel makes a token this many times as large as usual.
+# An activation is called massive if its channel makes a token larger than usual by this factor.
 _MASSIVE = 3.0
 
 
@@ -50,7 +50,7 @@ class TokenSizes:
 
     @property
     def massive(self) -> bool:
-        """Whether one channel holds most of the largest token, 3 times as large as usual."""
+        """Whether one channel holds most of the largest token, and that is over 3 times the usual size."""
         return self.largest.size > _MASSIVE and self.largest.share > 0.5
 
     @property

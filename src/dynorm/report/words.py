@@ -1,4 +1,4 @@
-"""The sentences of reports: what a value depends on, what was lost, and what to do next."""
+"""The sentences of reports: the channels that a value depends on, the loss, and the next step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def dependence(sites: Sequence[SiteReport]) -> str:
-    """Return what an output of the layers depends on."""
+    """Return the channels that an output of the layers depends on."""
     if any(site.annealing for site in sites):
         return "each value still depends on its whole token, until the annealing ends"
     most = max((len(site.witnesses) for site in sites), default=0)
@@ -75,7 +75,7 @@ def dependence(sites: Sequence[SiteReport]) -> str:
 
 
 def verdict(report: ModelReport) -> str:
-    """Return a few sentences: what a value depends on, the loss, and the next step."""
+    """Return a few sentences: the channels that a value depends on, the loss, and the next step."""
     sentences = []
     if report.sites:
         words = dependence(report.sites)
@@ -266,8 +266,7 @@ def about_massive(report: InspectionReport) -> str:
     if not sites:
         return (
             "No massive activations: no token whose sum is mostly in one channel is more than 3 "
-            f"times as large as usual. The largest is {largest.sizes.largest.size:.1f} times as "
-            "large."
+            f"times the usual size. The largest is {largest.sizes.largest.size:.1f} times that size."
         )
     worst = max(sites, key=lambda site: site.sizes.largest.size)
     token = worst.sizes.largest
@@ -275,7 +274,7 @@ def about_massive(report: InspectionReport) -> str:
     return (
         f"Massive activations at {len(sites)} of {len(report.sites)} norms, in "
         f"channel{'s' if len(channels) > 1 else ''} {', '.join(channels)}. The largest token is at "
-        f"{worst.path}: {token.size:,.1f} times as large as usual, with {token.share:.0%} of its "
+        f"{worst.path}: {token.size:,.1f} times the usual size, with {token.share:.0%} of its "
         f"sum in channel {token.channel}. The largest tokens are {worst.sizes.places()}."
     )
 

@@ -325,7 +325,7 @@ class AnnealStart:
         with torch.no_grad():
             x = site_tokens(layer, args[0].detach(), self._masks).double()
             beta = own_betas(x, layer.kind, layer.norm_eps)
-            # It is 0 if all other channels are equal and there is no eps: any constant fits then.
+            # It is 0 if all other channels are equal and eps is 0: any constant fits then.
             counts = (beta != 0).to(x)
             log_beta = beta.where(beta != 0, 1.0).log()
             self._sums[layer] += torch.stack([counts.sum(0), log_beta.sum(0), (x * counts).sum(0)])

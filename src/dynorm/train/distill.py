@@ -125,7 +125,7 @@ def distill_(
     Raises:
         ArgumentError: the teacher is not a module, a number is not positive and finite, or a count
             not an integer.
-        DataError: there is no batch, a wrong one, or a one-shot iterator with fewer batches than
+        DataError: ``batches`` is empty, has a wrong one, or is a one-shot iterator with fewer batches than
             steps; or the outputs hold nothing to compare.
         ModelError: the model has no point-wise layer, or nothing to train; the teacher lacks the
             module of a layer, is converted itself, or shares weights with the model; a sharded model

@@ -90,7 +90,7 @@ def output_loss(ours: Any, theirs: object, batch: Batch) -> Tensor:
         batch: the input.
 
     Raises:
-        DataError: there is no floating point tensor in the output.
+        DataError: the output has no floating point tensor.
     """
     name, target = output_tensor(theirs, batch)
     _, output = output_tensor(ours, batch)

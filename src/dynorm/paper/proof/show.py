@@ -30,7 +30,7 @@ METHOD = (
     "their difference, divided by the relations of the roots, is the zero polynomial. A step that "
     "sympy cannot bring to that form is “not proven”, which counts as a failure.",
     "Numbers: both sides are evaluated at a random token to 65 digits, sums channel by channel, "
-    "derivatives by differences at twice as many. They must agree to 50 digits. No rule of the "
+    "derivatives by differences at 130 digits. They must agree to 50 digits. No rule of the "
     "algebra is used.",
     "A step with ≠ is proven by one exact token at which the two sides differ.",
 )
