@@ -99,7 +99,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is used late; name the verb that changes its model, or the module of a name."""
+    """Import a room at its first use; name the verb that changes its model, or the module of a name."""
     if name in _ROOMS:
         return import_module(f"dynorm.{name}")
     if name in _PLACES:
