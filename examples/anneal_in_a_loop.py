@@ -47,7 +47,7 @@ def main() -> None:
     )
     sites = dynorm.find_norms(model, torch.randn(8, 2))
     dynorm.convert_(model, sites, to="annealed")
-    schedule = dynorm.AnnealSchedule(start=ANNEAL_START, length=ANNEAL_LENGTH)
+    schedule = dynorm.AnnealSchedule(start=ANNEAL_START / STEPS, length=ANNEAL_LENGTH / STEPS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     losses = []

@@ -114,7 +114,7 @@ def main() -> None:
         losses.append(loss.item())
         if step % 30 == 0:
             # The monitor warns when a layer saturates. For each layer it reads: saturated, beta,
-            # drift, size, gradient.
+            # drift, size.
             figures = monitor.read()
             saturated = [figures[name] for name in figures if name.startswith("saturated")]
             print(

@@ -4,7 +4,7 @@ import copy
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -55,6 +55,19 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def kept_random_states(cuda: Sequence[int]) -> Iterator[None]:
+    """Put the random states of random, numpy, and torch on the CPU and GPUs back at the end."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=cuda):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@contextmanager
 def undisturbed(
     model: nn.Module,
     inputs: object = (),
@@ -87,8 +100,6 @@ def undisturbed(
         for module in model.modules():
             for table in (vars(module), module._parameters, module._buffers):
                 tables.append((table, dict(table)))
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
     is_fused = torch.backends.mha.get_fastpath_enabled()
     cuda = set()
     for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]:
@@ -107,12 +118,10 @@ def undisturbed(
     mode = in_eval_mode(model) if evaluate else nullcontext()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        with mode, torch.random.fork_rng(devices=sorted(cuda)), torch.no_grad():
+        with mode, kept_random_states(sorted(cuda)), torch.no_grad():
             yield put_back
     finally:
         torch.backends.mha.set_fastpath_enabled(is_fused)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
         put_back()
 
 

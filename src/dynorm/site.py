@@ -9,12 +9,6 @@ from typing import Any
 from dynorm.errors import ArgumentError
 from dynorm.plain import PlainRecord
 
-# Such a site is recovered like any other, so that it can be chosen by its path.
-UNIT_LENGTH = (
-    "unit length: it gives each token one length, on which its readers may rely; "
-    "make its path a key of to= to convert it"
-)
-
 
 @dataclass(frozen=True)
 class NormSite(PlainRecord):

@@ -81,7 +81,7 @@ def test_the_lines_of_the_page_do_what_the_callback_of_the_trainer_does(accumula
     assert [step for step, *_ in net.seen] == [
         step for step in range(STEPS) for _ in range(accumulated)
     ]
-    schedule = dynorm.AnnealSchedule(START, LENGTH)
+    schedule = dynorm.AnnealSchedule(START / STEPS, LENGTH / STEPS)
     assert [t for _, t, _ in net.seen] == pytest.approx(
         [schedule.at(step, STEPS) for step, *_ in net.seen]
     )

@@ -80,13 +80,13 @@ def test_a_model_that_keeps_nothing_runs_side_by_side(monkeypatch: pytest.Monkey
     torch.manual_seed(0)
     model = converted(Passing({}))
     runs = []
-    fit = calibrate._Group.fit
+    fit = calibrate._fit_group
 
-    def counted(group: Any, weight: float) -> None:
-        runs.append(len(group.runs))
-        fit(group, weight)
+    def counted(group: list[Any], *rest: Any) -> None:
+        runs.append(len(group))
+        fit(group, *rest)
 
-    monkeypatch.setattr(calibrate._Group, "fit", counted)
+    monkeypatch.setattr(calibrate, "_fit_group", counted)
     dynorm.calibrate_(model, batches())
     assert runs == [5]
 

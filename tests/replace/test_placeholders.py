@@ -24,6 +24,8 @@ def converted(to: str = "dyisru") -> nn.Sequential:
     model = build()
     dynorm.convert_(model, dynorm.find_norms(model, X), to)
     dynorm.calibrate_(model, [X])
+    if to == "annealed":
+        dynorm.set_anneal_(model, 1.0)
     return model
 
 
@@ -50,7 +52,7 @@ VERBS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "save": ("dyisru", lambda model: dynorm.save(model, "nowhere")),
     "load": ("", lambda model: dynorm.load("saved", model)),
     "param_groups": ("dyt", lambda model: dynorm.param_groups(model, lr=1e-3)),
-    "finalize_": ("annealed", lambda model: dynorm.finalize_(model, force=True)),
+    "finalize_": ("annealed", dynorm.finalize_),
 }
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,7 +84,9 @@ def trainer(
 
 def test_t_follows_the_schedule_and_the_end_is_point_wise(tmp_path: Path) -> None:
     net = model()
-    run = trainer(net, tmp_path, AnnealCallback(start=4, length=4), save_strategy="no")
+    run = trainer(
+        net, tmp_path, AnnealCallback(start=4 / STEPS, length=4 / STEPS), save_strategy="no"
+    )
     run.train()
     assert run.seen.path == pytest.approx([0, 0, 0, 0, 0, 0.25, 0.5, 0.75, 1, 1, 1, 1], abs=1e-4)
     # Untouched before the annealing begins, set by the activations of its first step, then learned.
@@ -100,7 +100,9 @@ def test_t_follows_the_schedule_and_the_end_is_point_wise(tmp_path: Path) -> Non
 
 
 def test_up_to_the_begin_the_run_is_that_of_the_norms(tmp_path: Path) -> None:
-    annealed = trainer(model(), tmp_path, AnnealCallback(start=8, length=2), save_strategy="no")
+    annealed = trainer(
+        model(), tmp_path, AnnealCallback(start=8 / STEPS, length=2 / STEPS), save_strategy="no"
+    )
     annealed.train()
     net = dynorm.restore_(model())
     plain = trainer(net, tmp_path, None, save_strategy="no")
@@ -113,11 +115,16 @@ def test_up_to_the_begin_the_run_is_that_of_the_norms(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stop", [3, 5, 10])
 def test_a_stopped_and_resumed_run_is_bit_equal(tmp_path: Path, stop: int) -> None:
     whole = trainer(
-        model(), tmp_path / "whole", AnnealCallback(start=4, length=4), save_strategy="no"
+        model(),
+        tmp_path / "whole",
+        AnnealCallback(start=4 / STEPS, length=4 / STEPS),
+        save_strategy="no",
     )
     whole.train()
-    trainer(model(), tmp_path / "parts", AnnealCallback(start=4, length=4), stop=stop).train()
-    rest = trainer(model(), tmp_path / "parts", AnnealCallback(start=4, length=4))
+    trainer(
+        model(), tmp_path / "parts", AnnealCallback(start=4 / STEPS, length=4 / STEPS), stop=stop
+    ).train()
+    rest = trainer(model(), tmp_path / "parts", AnnealCallback(start=4 / STEPS, length=4 / STEPS))
     rest.train(resume_from_checkpoint=True)
     assert rest.seen.losses == whole.seen.losses[stop:]
     for (name, ours), theirs in zip(
@@ -136,7 +143,7 @@ def test_a_start_that_an_error_broke_off_is_forgotten(tmp_path: Path) -> None:
                 raise RuntimeError("broken off")
 
     net = model()
-    callback = AnnealCallback(start=4, length=4)
+    callback = AnnealCallback(start=4 / STEPS, length=4 / STEPS)
     run = trainer(net, tmp_path, callback, save_strategy="no", gradient_accumulation_steps=2)
     run.add_callback(Break())
     with pytest.raises(RuntimeError, match="broken off"):
@@ -148,26 +155,11 @@ def test_a_start_that_an_error_broke_off_is_forgotten(tmp_path: Path) -> None:
     assert run.seen.constants[8] != pytest.approx(16.0, rel=1e-2)
 
 
-def test_training_begins_where_the_run_stands() -> None:
-    """With only the weights, a resumed run computes t from its step; earlier statistics are lost."""
-    net, callback = model(), AnnealCallback(start=4, length=4)
-    at = partial(SimpleNamespace, max_steps=STEPS)
-    for step, t in ((0, 0.0), (6, 0.5), (8, 1.0), (2, 0.0)):
-        callback.on_train_begin(None, at(global_step=step), None, model=net)
-        assert {layer.position for layer in annealed_layers(net).values()} == {t}
-    callback.on_step_begin(None, at(global_step=4), None, model=net)
-    assert any(m._forward_hooks for m in net.modules())
-    callback.on_train_begin(None, at(global_step=0), None, model=net)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
-    with pytest.raises(dynorm.errors.ArgumentError, match=r"end.*before"):
-        callback.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=8), None, model=net)
-
-
 def test_a_schedule_that_does_not_fit_and_a_model_without_a_path(tmp_path: Path) -> None:
     with pytest.raises(dynorm.errors.ArgumentError, match=r"end.*before"):
-        trainer(model(), tmp_path, AnnealCallback(start=8, length=4)).train()
+        trainer(model(), tmp_path, AnnealCallback(start=8 / STEPS, length=4 / STEPS)).train()
     with pytest.raises(dynorm.errors.ModelError, match=r"annealed.*layers"):
-        trainer(model("dyisru"), tmp_path, AnnealCallback(start=2, length=4)).train()
+        trainer(model("dyisru"), tmp_path, AnnealCallback()).train()
     with pytest.raises(dynorm.errors.ArgumentError):
         AnnealCallback(start=-1)
 
@@ -188,7 +180,7 @@ def fsdp(folder: Path) -> dict[str, Any]:
 
 
 def by_the_trainer(size: int, folder: Path) -> dict[str, Any]:
-    callback = AnnealCallback(start=4, length=4)
+    callback = AnnealCallback(start=4 / STEPS, length=4 / STEPS)
     net = model(dropout=0.0)
     run = trainer(net, folder, callback, save_strategy="no", per_device_train_batch_size=size)
     run.train()
@@ -203,7 +195,7 @@ def by_hand(size: int, rank: int, ranks: int) -> dict[str, Any]:
         for block in (*net.transformer.h, net):
             torch.distributed.fsdp.fully_shard(block, mesh=mesh)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    schedule = dynorm.AnnealSchedule(start=4, length=4)
+    schedule = dynorm.AnnealSchedule(start=4 / STEPS, length=4 / STEPS)
     losses = []
     path = []
     data = torch.stack([row["input_ids"] for row in rows()])

@@ -16,7 +16,7 @@ import dynorm
 
 def watched(layer: nn.Module, x: Tensor) -> dict[str, float]:
     with dynorm.Monitor(nn.Sequential(layer), warn_at=1.0) as monitor:
-        layer(x).sum().backward()
+        layer(x)
         return monitor.read()
 
 
@@ -39,8 +39,6 @@ class TestMonitor:
         assert found["size/0"] == pytest.approx(float(x.square().mean().sqrt()), rel=1e-6)
         assert found["beta/0"] == pytest.approx(4.0, rel=1e-5)
         assert found["drift/0"] == 1.0
-        gradients = [p.grad.flatten() for p in layer.constant_parameters()]
-        assert found["gradient/0"] == pytest.approx(float(torch.cat(gradients).norm()), rel=1e-5)
 
     def test_drift_is_from_the_start_and_figures_are_since_the_last_call(self) -> None:
         layer = dynorm.DyISRU(4)
@@ -58,26 +56,11 @@ class TestMonitor:
             assert monitor.read() == {}
         layer.train()(torch.ones(2, 4))
         assert monitor.read() == {}
+        assert not layer._forward_hooks
 
     def test_many_tokens_are_sampled_evenly(self) -> None:
         x = torch.randn(7000, 4, generator=torch.Generator().manual_seed(0))
         assert watched(dynorm.DyISRU(4), x)["size/0"] == pytest.approx(1.0, rel=0.05)
-
-    def test_what_holds_of_the_model_stays(self) -> None:
-        torch.manual_seed(0)
-        model, x = (
-            nn.Sequential(nn.Linear(4, 4), dynorm.DyISRU(4, per_channel=True, center=True)),
-            torch.randn(3, 4),
-        )
-        model(x).sum().backward()
-        plain = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        with dynorm.Monitor(model):
-            model(x).sum().backward()
-        assert all(
-            torch.equal(p.grad, wanted) for p, wanted in zip(model.parameters(), plain, strict=True)
-        )
-        assert not model[1]._forward_hooks
 
     def test_it_warns_once_and_says_what_to_do(self) -> None:
         layer = dynorm.DyISRU(4)
@@ -104,12 +87,10 @@ class TestMonitor:
         with pytest.raises(dynorm.errors.ArgumentError, match=r"warn_at.*number"):
             dynorm.Monitor(dynorm.DyISRU(4), warn_at)
 
-    def test_channels_first_and_frozen_constants(self) -> None:
+    def test_channels_first(self) -> None:
         layer = dynorm.DyISRU(4, dim=1)
-        layer.log_beta.requires_grad_(False)
         found = watched(layer, 2 * torch.ones(2, 4, 5))
         assert found["size/0"] == pytest.approx(2.0)
-        assert "gradient/0" not in found
         assert found["saturated/0"] == float(2 / math.sqrt(4 + 4) > 0.95)
 
     def test_a_call_by_keyword_and_one_without_tokens(self) -> None:
@@ -166,7 +147,7 @@ class TestCallback:
         trainer.add_callback(callbacks.MonitorCallback(trainer))
         with pytest.warns(dynorm.errors.CalibrationWarning, match="'norm' saturates"):
             trainer.train()
-        names = {f"{name}/norm" for name in ("saturated", "size", "beta", "drift", "gradient")}
+        names = {f"{name}/norm" for name in ("saturated", "size", "beta", "drift")}
         reported = [logs for logs in sent if "size/norm" in logs]
         assert [set(logs) for logs in reported] == [names, names]
         entries = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -21,31 +21,22 @@ from dynorm.find.recover import (
 from dynorm.find.tokens import named_tensors, plain_arithmetic
 from dynorm.find.watch import Observation, observe
 from dynorm.guard import require_plain_model, undisturbed
-from dynorm.site import UNIT_LENGTH, NormSite
+from dynorm.site import NormSite
 
 _PATCHED = (
     "another forward was set on this instance, as Liger-Kernel does, and a replacement would drop "
     "it: undo the patch, or convert first and patch the other modules then"
 )
 
-_OTHER_NORMS: tuple[tuple[type[nn.Module], str, str], ...] = (
-    (
-        nn.modules.batchnorm._BatchNorm,
-        "batchnorm",
-        "batch norm: its statistics are the batch's, or fixed",
-    ),
-    (
-        nn.modules.instancenorm._InstanceNorm,
-        "instancenorm",
-        "instance norm: its statistics span positions",
-    ),
-    (nn.GroupNorm, "groupnorm", "group norm: its statistics span positions and groups of channels"),
-    (
-        nn.LocalResponseNorm,
-        "responsenorm",
-        "local response norm: it looks only at neighbouring channels",
-    ),
-)
+_UNIT_LENGTH = "unit length: it gives each token one length, on which its readers may rely"
+
+# By class, and by the name of the class.
+_OTHER_NORMS: dict[type[nn.Module], str] = {
+    nn.modules.batchnorm._BatchNorm: "batch norm: its statistics are the batch's, or fixed",
+    nn.modules.instancenorm._InstanceNorm: "instance norm: its statistics span positions",
+    nn.GroupNorm: "group norm: its statistics span positions and groups of channels",
+    nn.LocalResponseNorm: "local response norm: it looks only at neighbouring channels",
+}
 # Class names that end in norm or in norm and the mark of a variant: RMSNormGated, but not
 # NormedEmbedding. A norm of weights does not normalize activations.
 _NORM_NAME = re.compile(
@@ -215,7 +206,7 @@ class NormSearch:
         weight, bias = affine_of(seen.module, site)
         _require_agreement(seen, site, weight, bias)
         if bias is None and weight is not None and _is_unit_length(seen.module, weight):
-            return replace(site, refused=UNIT_LENGTH)
+            return _refused(seen, _UNIT_LENGTH)
         return site
 
     def _recover_once(self, seen: Observation) -> NormSite:
@@ -344,8 +335,8 @@ def _is_unit_length(module: nn.Module, weight: Tensor) -> bool:
 def _family(module: nn.Module, by_name: bool = False) -> str | None:
     """Return the reason that names a family of norms other than LayerNorm and RMSNorm, or None."""
     name = type(module).__name__.lower() if by_name else ""
-    for cls, part, reason in _OTHER_NORMS:
-        if isinstance(module, cls) or part in name:
+    for cls, reason in _OTHER_NORMS.items():
+        if isinstance(module, cls) or cls.__name__.strip("_").lower() in name:
             return reason
     return None
 

@@ -2,9 +2,10 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, count, islice
 
 import torch
 from torch import Tensor, nn
@@ -216,61 +217,72 @@ def _fit_groups(model: nn.Module, fits: Fits, batches: Iterable[Batch]) -> int:
     remaining = iterate(batches)
     looked_at = list(islice(remaining, 2))
     side_by_side = can_share(model, fits, looked_at[0], looked_at[-1])
-    remaining = chain(looked_at, remaining)
-    group_number = 0
+    numbered = enumerate(chain(looked_at, remaining))
     used = 0
     with stopping_at(fits):
-        while True:
-            group = _Group(model, fits, side_by_side)
-            try:
-                group.fill(remaining, used)
-                if not group.runs:
+        for group in count(1):
+            with ExitStack() as after:
+                runs = []
+                tokens = 0
+                for number, batch in numbered:
+                    run = _Run(model, batch, number, side_by_side)
+                    after.callback(run.close)
+                    runs.append(run)
+                    if run.call is not None:
+                        tokens += run.call.x.numel() // run.call.layer.channels
+                    is_full = tokens >= _TOKENS_AT_ONCE or len(runs) == _RUNS_AT_ONCE
+                    if is_full or not side_by_side:
+                        break
+                if not runs:
                     return used
-                group_number += 1
-                used += len(group.runs)
+                used += len(runs)
                 # The later a group, the better the constants that fed it: its tokens count more.
-                group.fit(group_number)
-            finally:
-                group.close()
+                _fit_group(runs, fits, group)
+    raise AssertionError
 
 
-class _Run:
-    """The run of a batch through the layers, and the same through the norms."""
+def _fit_group(runs: list["_Run"], fits: Fits, weight: float) -> None:
+    """Fit one layer after another until all runs are over: each time the first that a run waits at."""
+    order = list(fits)
+    while True:
+        waiting: dict[PointwiseNorm, list[_Run]] = defaultdict(list)
+        for run in runs:
+            if run.call is not None:
+                waiting[run.call.layer].append(run)
+        if not waiting:
+            return
+        layer = min(waiting, key=order.index)
+        fit = fits[layer]
+        pairs = [run.tokens(fit.path) for run in waiting[layer]]
+        x = torch.cat([inputs for inputs, _ in pairs])
+        y = torch.cat([targets for _, targets in pairs])
+        fit.fit_(x, y, weight)
+        for run in waiting[layer]:
+            run.resume()
 
-    def __init__(
-        self, model: nn.Module, fits: Fits, batch: Batch, number: int, *, side_by_side: bool
-    ) -> None:
+
+class _Run(PausedRun):
+    """The run of a batch through the layers, with another one through the norms."""
+
+    def __init__(self, model: nn.Module, batch: Batch, number: int, side_by_side: bool) -> None:
         self._masks = token_masks(batch)
         self._where = f" in batch {number}"
-        self._first_outputs: Outputs = defaultdict(list)
-        self._converted: PausedRun | None = None
+        self._norm_outputs: Outputs = defaultdict(list)
         self._original = PausedRun(model, batch)
         try:
             if not side_by_side:
                 # Two runs of a model that keeps something must not overlap.
                 while self._advance_original():
                     pass
-            self._converted = PausedRun(model, batch, lambda layer, x: layer.forward(x))
+            super().__init__(model, batch, lambda layer, x: layer.forward(x))
         except BaseException:
-            self.close()
+            self._original.close()
             raise
-
-    @property
-    def call(self) -> LayerCall | None:
-        """The call of a layer that the run has come to, or None at its end."""
-        assert self._converted is not None
-        return self._converted.call
-
-    def resume(self) -> None:
-        """Go on to the next layer."""
-        assert self._converted is not None
-        self._converted.resume()
 
     def close(self) -> None:
         """End both runs."""
         self._original.close()
-        if self._converted is not None:
-            self._converted.close()
+        super().close()
 
     def tokens(self, path: str) -> tuple[Tensor, Tensor]:
         """Return the layer's inputs and the outputs that it should have, both (tokens, C)."""
@@ -282,7 +294,7 @@ class _Run:
         return x, y
 
     def _target(self, call: LayerCall) -> Tensor:
-        outputs = self._first_outputs[call.layer]
+        outputs = self._norm_outputs[call.layer]
         while not outputs and self._advance_original():
             pass
         # An expert of a mixture may get other tokens here than in the original.
@@ -296,53 +308,6 @@ class _Run:
         call = self._original.call
         if call is None:
             return False
-        self._first_outputs[call.layer].append(call.norm_output)
+        self._norm_outputs[call.layer].append(call.norm_output)
         self._original.resume()
         return True
-
-
-class _Group:
-    """Batches that go through the model side by side: a layer is fitted to all of them at once."""
-
-    def __init__(self, model: nn.Module, fits: Fits, side_by_side: bool) -> None:
-        self.runs: list[_Run] = []
-        self._model = model
-        self._fits = fits
-        self._side_by_side = side_by_side
-
-    def fill(self, batches: Iterator[Batch], number: int) -> None:
-        """Start a run for each batch until there are enough tokens; ``number`` counts the batches before."""
-        tokens = 0
-        for batch in batches:
-            position = number + len(self.runs)
-            run = _Run(self._model, self._fits, batch, position, side_by_side=self._side_by_side)
-            self.runs.append(run)
-            if run.call is not None:
-                tokens += run.call.x.numel() // run.call.layer.channels
-            is_full = tokens >= _TOKENS_AT_ONCE or len(self.runs) == _RUNS_AT_ONCE
-            if is_full or not self._side_by_side:
-                return
-
-    def fit(self, weight: float) -> None:
-        """Fit one layer after another until all runs are over: each time the first that a run waits at."""
-        order = list(self._fits)
-        while True:
-            waiting: dict[PointwiseNorm, list[_Run]] = defaultdict(list)
-            for run in self.runs:
-                if run.call is not None:
-                    waiting[run.call.layer].append(run)
-            if not waiting:
-                return
-            layer = min(waiting, key=order.index)
-            fit = self._fits[layer]
-            pairs = [run.tokens(fit.path) for run in waiting[layer]]
-            x = torch.cat([inputs for inputs, _ in pairs])
-            y = torch.cat([targets for _, targets in pairs])
-            fit.fit_(x, y, weight)
-            for run in waiting[layer]:
-                run.resume()
-
-    def close(self) -> None:
-        """End all runs."""
-        for run in self.runs:
-            run.close()

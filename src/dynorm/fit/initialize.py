@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dynorm.batches import Batch, call, require_batch, site_tokens, token_masks
 from dynorm.broadcast import layers_from_first_rank_
-from dynorm.errors import ArgumentError, CalibrationWarning, DataError
+from dynorm.errors import CalibrationWarning, DataError
 from dynorm.guard import (
     hooked,
     require_plain_model,
@@ -23,6 +23,8 @@ from dynorm.plain import Plain
 from dynorm.replace.converted import require_layers
 from dynorm.table import Table
 
+# The part of a token's typical sum that the witnesses carry.
+_SHARE = 0.1
 # The sum of the witnesses counts as at least this part of beta for each channel: if they are always
 # 0, no gain would give them their share.
 _LEAST_SUM = 1e-4
@@ -50,7 +52,7 @@ class InitializationReport(Plain):
         return str(Table(columns, rows, notes, f"{len(rows)} layers initialized from one batch"))
 
 
-def init_from_batch_(model: nn.Module, batch: Batch, *, share: float = 0.1) -> InitializationReport:
+def init_from_batch_(model: nn.Module, batch: Batch) -> InitializationReport:
     r"""Set the constants of point-wise layers for training from the first step, from one batch, in place.
 
     .. math:: \beta_0 = s^2 \sigma^2, \quad \sigma^2 = \langle (x - c)^2 \rangle
@@ -59,8 +61,8 @@ def init_from_batch_(model: nn.Module, batch: Batch, *, share: float = 0.1) -> I
     centre, the mean of the input if the layer has one. Every function then has the slope
     :math:`1 / \sigma` at 0, as a norm would; with the default scale sqrt(C) that is
     :math:`\beta_0 = C \sigma^2`. DyT, Derf and the linear control get the same slope.
-    In a layer with K witnesses the sum stays the same, and they carry a share p of it:
-    :math:`\beta = (1 - p) \beta_0` and :math:`g = p \beta_0 / \langle \sum_k (x_k - c)^2 \rangle` for each of them.
+    In a layer with K witnesses the sum stays the same, and they carry a tenth of it:
+    :math:`\beta = 0.9 \beta_0` and :math:`g = 0.1 \beta_0 / \langle \sum_k (x_k - c)^2 \rangle` for each of them.
     The model is run once. Each layer is set as it is reached, so the next ones see the inputs of
     the new model. Weights and biases stay. Under torch.distributed with an initialized group, call
     it on every rank: rank 0 sets the constants from its batch, and all ranks get them.
@@ -70,14 +72,11 @@ def init_from_batch_(model: nn.Module, batch: Batch, *, share: float = 0.1) -> I
             wrapped.
         batch: a tensor, tuple or dict, for ``model(x)``, ``model(*x)`` or ``model(**x)``; its
             padding is left out.
-        share: how much of a token's typical sum the witnesses carry, between 0 and 1; for layers
-            that have some.
 
     Returns:
         The constants, by path.
 
     Raises:
-        ArgumentError: ``share`` is not between 0 and 1.
         ModelError: the model has no point-wise layer, is compiled, wrapped or sharded, or another
             rank's layers differ.
         DataError: the batch is of the wrong kind, the model cannot run it, it reaches no layer, or
@@ -96,15 +95,10 @@ def init_from_batch_(model: nn.Module, batch: Batch, *, share: float = 0.1) -> I
     Reference:
         Eq. 14 for many channels of like size (closed form 5).
     """
-    if not isinstance(share, (int, float)) or not 0 < share < 1:
-        raise ArgumentError(
-            f"share must be between 0 and 1, got {share!r}: the part of the sum that witnesses "
-            "carry"
-        )
-    return layers_from_first_rank_(model, partial(_initialize, model, batch, share))
+    return layers_from_first_rank_(model, partial(_initialize, model, batch))
 
 
-def _initialize(model: nn.Module, batch: Batch, share: float) -> InitializationReport:
+def _initialize(model: nn.Module, batch: Batch) -> InitializationReport:
     """Set the constants in this process."""
     require_plain_model(model)
     layers = require_layers(model)
@@ -119,7 +113,7 @@ def _initialize(model: nn.Module, batch: Batch, share: float) -> InitializationR
         path = paths[layer]
         if path not in sigma:
             tokens = site_tokens(layer, args[0], masks).double()
-            sigma[path] = _set_constants_(layer, tokens, path, share)
+            sigma[path] = _set_constants_(layer, tokens, path)
         return layer.forward(args[0])
 
     with (
@@ -140,7 +134,7 @@ def _initialize(model: nn.Module, batch: Batch, share: float) -> InitializationR
 
 
 @torch.no_grad()
-def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str, share: float) -> float:
+def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str) -> float:
     """Set a layer's constants by its input, (tokens, C), and return the input's size."""
     mean = float(x.mean())
     center = 0.0 if layer.center is None else mean
@@ -156,8 +150,8 @@ def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str, share: float) ->
     if layer.log_gain is not None:
         squares = (x[:, list(layer.witness_channels)] - center).square()
         typical = max(float(squares.sum() / len(x)), _LEAST_SUM * beta / squares.shape[1])
-        layer.log_gain.fill_(math.log(share * beta / typical))
-        beta *= 1 - share
+        layer.log_gain.fill_(math.log(_SHARE * beta / typical))
+        beta *= 1 - _SHARE
     layer.fill_constants_(beta, mean)
     return float(variance**0.5)
 

@@ -10,7 +10,7 @@ import contextvars
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ class PausedRun:
         # Not looked for at each stop: the model may have thousands of parameters.
         self._on_gpu = any(parameter.is_cuda for parameter in model.parameters())
         self._random_states = _random_states(self._on_gpu)
-        self._torch_state = _TorchState(model)
+        self._settings = _torch_settings(model)
         # The thread has the context variables of the thread that makes it.
         work = contextvars.copy_context().run
         self._thread = threading.Thread(target=work, args=(self._work,), daemon=True)
@@ -127,7 +127,9 @@ class PausedRun:
         _running.run = self
         try:
             if not self._closed:
-                with self._torch_state.restored():
+                with ExitStack() as stack:
+                    for setting in self._settings:
+                        stack.enter_context(setting)
                     call(self._model, self._batch)
         except _Closed:
             pass
@@ -224,37 +226,23 @@ def _are_close(x: Tensor, y: Tensor) -> bool:
     return bool((x - y).norm() <= _SAME * y.norm()) or torch.equal(x, y)
 
 
-class _TorchState:
-    """The settings that torch keeps for each thread, as they were in the thread that made this."""
-
-    def __init__(self, model: nn.Module) -> None:
-        first = next(model.parameters(), None)
-        self._kind = "cpu" if first is None else first.device.type
-        self._autocast = torch.is_autocast_enabled(self._kind)
-        self._autocast_dtype = torch.get_autocast_dtype(self._kind)
-        # A default device is a mode of torch, and under a mode layers use their plain definition. So
-        # it is set again only where there was one.
-        self._has_mode = torch._C._len_torch_function_stack() > 0
-        self._default_device = torch.get_default_device()
-        self._inference = torch.is_inference_mode_enabled()
-        self._gpu = torch.cuda.current_device() if self._kind == "cuda" else None
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Apply the settings in the calling thread, without gradients, while the context lasts."""
-        with ExitStack() as settings:
-            if self._gpu is not None:
-                settings.enter_context(torch.cuda.device(self._gpu))
-            if self._has_mode:
-                settings.enter_context(self._default_device)
-            settings.enter_context(torch.inference_mode(self._inference))
-            settings.enter_context(torch.no_grad())
-            settings.enter_context(
-                torch.autocast(
-                    self._kind, self._autocast_dtype, self._autocast, cache_enabled=False
-                )
-            )
-            yield
+def _torch_settings(model: nn.Module) -> list[AbstractContextManager[object]]:
+    """Return contexts that apply the settings of this thread in another, without gradients."""
+    first = next(model.parameters(), None)
+    kind = "cpu" if first is None else first.device.type
+    settings: list[AbstractContextManager[object]] = []
+    if kind == "cuda":
+        settings.append(torch.cuda.device(torch.cuda.current_device()))
+    # A default device is a mode of torch, and under a mode layers use their plain definition. So it
+    # is set again only where there was one.
+    if torch._C._len_torch_function_stack() > 0:
+        settings.append(torch.get_default_device())
+    settings.append(torch.inference_mode(torch.is_inference_mode_enabled()))
+    settings.append(torch.no_grad())
+    dtype = torch.get_autocast_dtype(kind)
+    enabled = torch.is_autocast_enabled(kind)
+    settings.append(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+    return settings
 
 
 def _random_states(on_gpu: bool) -> list[tuple[Callable[[Any], object], Any]]:

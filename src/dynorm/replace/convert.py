@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from dynorm.plain import Plain
 from dynorm.replace.converted import Replaced, dynorm_layers, replaced_by
 from dynorm.replace.options import LayerOptions, Target, chosen_options, options_by_glob
 from dynorm.replace.swap import affine_tensors, swap_, take_over_, tensor_like
-from dynorm.site import UNIT_LENGTH, NormSite
+from dynorm.site import NormSite
 from dynorm.table import Table
 
 
@@ -102,8 +102,7 @@ def convert_(
             None, "*.ln_f": "dyt", "head.*": {"to": "derf", "witnesses": 4}}``. The first glob that
             matches a norm decides. A mapping of options lacks nothing that this call's arguments
             have, and None keeps the norm. ``"*"`` is for the norms that no other glob matches,
-            which become DyISRU without it. A head of unit length is replaced only if its full path
-            is a key.
+            which become DyISRU without it.
         per_channel: one constant per channel instead of one per layer.
         center: give each layer in the place of a LayerNorm a centre.
         witnesses: how many channels :func:`calibrate_` may choose for each layer, whose token sizes
@@ -140,11 +139,7 @@ def convert_(
     replaceable: list[NormSite] = []
     refused: list[NormSite] = []
     skipped = []
-    for found in sites:
-        site = found
-        is_named = not by_glob.keys().isdisjoint((site.path, *site.aliases))
-        if site.refused == UNIT_LENGTH and is_named:
-            site = replace(site, refused=None)
+    for site in sites:
         if site.path in options:
             chosen = replaceable if site.refused is None else refused
             chosen.append(site)

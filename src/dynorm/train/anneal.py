@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Integral, Real
 
 import torch
 from torch import Tensor, nn
@@ -70,22 +69,20 @@ def set_anneal_(model: nn.Module, t: float) -> None:
         layer.set_t_(t)
 
 
-def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
+def finalize_(model: nn.Module) -> nn.Module:
     """Replace annealed layers at t = 1 by plain point-wise ones, in place.
 
     The new layers hold the same parameters as the old ones, so an optimizer need not change.
 
     Args:
         model: a model converted with ``to="annealed"`` or ``to="annealed_linear"``.
-        force: do it at any t. The rest of the norms is then lost at once: the outputs change as
-            much as with :func:`set_anneal_` to 1.
 
     Returns:
         The same model.
 
     Raises:
         ModelError: the model has no annealed layer, is one itself, or is sharded by FSDP2; or a
-            layer is not at t = 1 and ``force`` is not set.
+            layer is not at t = 1.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -97,13 +94,13 @@ def finalize_(model: nn.Module, *, force: bool = False) -> nn.Module:
     layers = annealed_layers(model)
     require_gathered(model)
     early = {path: layer.position for path, layer in layers.items() if layer.position < 1}
-    if early and not force:
+    if early:
         path, t = next(iter(early.items()))
         raise ModelError(
             f"every layer must be at t = 1 to be finalized, but {len(early)} of {len(layers)} are "
-            f"not ({path!r} is at {t:g}): train on to the end of the annealing, or pass "
-            "force=True, which removes the rest of the norms at once and changes the outputs as "
-            "dynorm.set_anneal_(model, 1.0) does"
+            f"not ({path!r} is at {t:g}): train on to the end of the annealing, or call "
+            "dynorm.set_anneal_(model, 1.0) first, which removes the rest of the norms at once and "
+            "changes the outputs"
         )
     if "" in layers:
         raise ModelError(
@@ -128,14 +125,12 @@ class AnnealSchedule:
     """The t of the annealed layers at each step of training: from 0 to 1 in a straight line.
 
     Args:
-        start: the last step at t = 0, whose activations set the constants; a float is a share of
-            the run, up to 1.
-        length: how many steps t takes from 0 to 1; a float is a share of the run. t = 1 from
-            ``start + length`` on.
+        start: the share of the run at t = 0; the activations of the last of these steps set the
+            constants.
+        length: the share of the run in which t rises to 1. t = 1 from ``start + length`` on.
 
     Raises:
-        ArgumentError: ``start`` or ``length`` is not a number, negative, or a share above 1; or
-            ``length`` is 0.
+        ArgumentError: ``start`` or ``length`` is not a number from 0 to 1.
 
     Example:
         >>> schedule = AnnealSchedule(start=0.6, length=0.3)
@@ -147,11 +142,8 @@ class AnnealSchedule:
     length: float = 0.3
 
     def __post_init__(self) -> None:
-        if not (_is_steps(self.start) and _is_steps(self.length) and self.length > 0):
-            raise ArgumentError(
-                "start and length must be steps (integers) or shares of the run (floats from 0 to "
-                f"1), and length positive, got {self.start!r} and {self.length!r}"
-            )
+        check_share("start", self.start)
+        check_share("length", self.length)
 
     def steps(self, total: int) -> tuple[int, int]:
         """Return start and length in steps of a run that has ``total`` steps.
@@ -160,12 +152,9 @@ class AnnealSchedule:
             ArgumentError: ``total`` is not a number of steps; or t would not reach 1 before the
                 last step.
         """
-        if not (_is_steps(total) and isinstance(total, Integral)):
-            raise ArgumentError(
-                f"a run must have a number of steps, got {total!r}: pass their total number"
-            )
-        start = _in_steps(self.start, total)
-        length = max(_in_steps(self.length, total), 1)
+        check_count("total", total)
+        start = round(self.start * total)
+        length = max(round(self.length * total), 1)
         if start + length >= total:
             raise ArgumentError(
                 f"the annealing must end before the run does, but step {start} + {length} steps >= "
@@ -191,20 +180,6 @@ class AnnealSchedule:
         t = self.at(step, total)
         for layer in layers.values():
             layer.set_t_(t)
-
-
-def _is_steps(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return False
-    if isinstance(value, Integral):
-        return int(value) >= 0
-    return 0 <= float(value) <= 1
-
-
-def _in_steps(value: float, total: int) -> int:
-    if isinstance(value, Integral):
-        return int(value)
-    return round(value * total)
 
 
 class AnnealStart:

@@ -41,18 +41,6 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
         self.schedule = AnnealSchedule(start, length)
         self._start: AnnealStart | None = None
 
-    def on_train_begin(
-        self,
-        args: object,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module,
-        **kwargs: object,
-    ) -> None:
-        """Check that the annealing fits, and set t for the first step, also of a resumed run."""
-        self._cancel()
-        self.schedule.apply_(model, state.global_step, state.max_steps)
-
     def on_step_begin(
         self,
         args: object,
@@ -62,7 +50,10 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
         **kwargs: object,
     ) -> None:
         """Move t, and watch the activations of the step at which the annealing begins."""
-        self._cancel()
+        # A step that raised an error: its activations no longer fit the model.
+        if self._start is not None:
+            self._start.cancel_()
+            self._start = None
         self.schedule.apply_(model, state.global_step, state.max_steps)
         start, _ = self.schedule.steps(state.max_steps)
         if state.global_step == start:
@@ -99,12 +90,6 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
             logs["t"] = t
         if state.log_history:
             state.log_history[-1]["t"] = t
-
-    def _cancel(self) -> None:
-        """Stop watching a step that raised an error: its activations no longer fit the model."""
-        if self._start is not None:
-            self._start.cancel_()
-            self._start = None
 
 
 class MonitorCallback(TrainerCallback):  # type: ignore[misc]

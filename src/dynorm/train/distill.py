@@ -1,26 +1,23 @@
 """Distillation: a converted model learns from the original, in the Trainer of transformers."""
 
 import os
-import random
 import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from dynorm.arguments import check_count, check_module, check_positive
 from dynorm.batches import Batch, cycled
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, require_library
-from dynorm.guard import in_eval_mode, usable_bf16
+from dynorm.guard import in_eval_mode, kept_random_states, usable_bf16
 from dynorm.layers import AnnealedNorm
 from dynorm.plain import Plain
 from dynorm.replace.converted import dynorm_layers, require_layers
@@ -174,7 +171,7 @@ def distill_(
         # In inference mode nothing has a gradient.
         torch.inference_mode(False),
         torch.enable_grad(),
-        kept_random_states(),
+        kept_random_states(range(torch.cuda.device_count())),
         in_eval_mode(model),
         in_eval_mode(teacher),
         tempfile.TemporaryDirectory(prefix="dynorm-") as scratch,
@@ -236,20 +233,6 @@ def distillation_rate(model: nn.Module) -> float:
         ModelError: it has no point-wise layer.
     """
     return _RATE * _WIDTH / median(layer.channels for layer in require_layers(model).values())
-
-
-@contextmanager
-def kept_random_states() -> Iterator[None]:
-    """Put the random states of torch, random and numpy back at the end."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    devices = range(torch.cuda.device_count())
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 def _with_first(batches: Iterable[Batch], count: int) -> tuple[list[Batch], Iterator[Batch]]:

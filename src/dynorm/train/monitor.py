@@ -4,7 +4,6 @@ import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +39,7 @@ class Monitor:
       vanish;
     - ``size`` is the root mean square of its inputs, the scale of the stream;
     - ``beta`` is its constant, the median over the channels;
-    - ``drift`` is ``beta`` divided by the first one seen;
-    - ``gradient`` is the norm of the last gradient of its constants.
+    - ``drift`` is ``beta`` divided by the first one seen.
 
     Padding counts. Compile a model after the monitor is attached. The figures are those of this
     process. Sharded constants (DTensors) are gathered: watch such a model on every rank.
@@ -57,9 +55,9 @@ class Monitor:
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), dynorm.DyISRU(8))
         >>> with dynorm.Monitor(model) as monitor:
-        ...     model(torch.ones(2, 4)).sum().backward()
+        ...     _ = model(torch.ones(2, 4))
         ...     sorted(monitor.read())
-        ['beta/1', 'drift/1', 'gradient/1', 'saturated/1', 'size/1']
+        ['beta/1', 'drift/1', 'saturated/1', 'size/1']
     """
 
     def __init__(self, model: nn.Module, warn_at: float = 0.8) -> None:
@@ -72,12 +70,6 @@ class Monitor:
             self._handles.append(
                 layer.register_forward_hook(partial(self._see, path), with_kwargs=True)
             )
-            for index, p in enumerate(layer.constant_parameters()):
-                if p.requires_grad:
-                    see: object = partial(self._see_gradient, path, index)
-                    # torch gives this method no types.
-                    register: Any = p.register_post_accumulate_grad_hook
-                    self._handles.append(register(see))
 
     def read(self) -> dict[str, float]:
         """Return the figures since the last call of this method.
@@ -99,9 +91,6 @@ class Monitor:
                 "beta": beta,
                 "drift": beta / first_beta,
             }
-            gradients = self._gradients[path].values()
-            if gradients:
-                figures["gradient"] = float(torch.stack(list(gradients)).norm())
             for name, value in figures.items():
                 all_figures[f"{name}/{path}"] = value
             if saturated > self.warn_at and path not in self._warned:
@@ -131,7 +120,6 @@ class Monitor:
 
     def _clear(self) -> None:
         self._calls: dict[str, list[_Call]] = defaultdict(list)
-        self._gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
 
     @torch.no_grad()
     def _see(
@@ -155,7 +143,3 @@ class Monitor:
         size = inputs.square().mean().sqrt()
         beta = gathered(layer.beta()).median()
         self._calls[path].append(_Call(saturated_share(layer, outputs), size, beta))
-
-    def _see_gradient(self, path: str, index: int, constant: Tensor) -> None:
-        assert constant.grad is not None
-        self._gradients[path][index] = gathered(constant.grad).float().norm()
