@@ -29,7 +29,7 @@ FILES = (
     "token_sums.py",
     "kernels/__init__.py",
     "kernels/_cpu.py",
-    "kernels/_dispatch.py",
+    "kernels/_op.py",
     "kernels/_form.py",
     "kernels/_triton.py",
     "kernels/_triton_functions.py",

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, cast
 
@@ -17,21 +17,22 @@ Shape = int | Sequence[int]
 MOST_WITNESSES = 16
 """The largest number of witnesses: a sum over more channels is a norm again."""
 
-# Calls that show whether something watches operations one by one: functorch's transforms, modes,
-# torch.jit.trace. Each returns None, 0 or False if not.
-WATCHERS: tuple[Callable[[], object], ...] = (
-    torch._C._functorch.peek_interpreter_stack,
-    torch._C._len_torch_dispatch_stack,
-    torch._C._len_torch_function_stack,
-    torch._C._get_tracing_state,
-)
+# Each is None, 0 or False unless something watches: functorch's transforms, modes, torch.jit.trace.
+_interpreter = torch._C._functorch.peek_interpreter_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_trace = torch._C._get_tracing_state
 
 
 def watched() -> bool:
     """Return whether torch.compile, a torch.func transform, a mode or a tracer is active."""
-    if torch.compiler.is_compiling():
-        return True
-    return any(watching() for watching in WATCHERS)
+    return torch.compiler.is_compiling() or watched_eagerly()
+
+
+def watched_eagerly() -> bool:
+    """Return the same without torch.compile."""
+    # Not a loop over the four, which takes three times as long: layers ask at every call.
+    return bool(_interpreter() or _dispatch_modes() or _function_modes() or _trace())
 
 
 def check_positive(name: str, value: float) -> float:

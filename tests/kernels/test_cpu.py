@@ -278,14 +278,19 @@ def test_accuracy(instructions: str, function: int, constant: float, limit: floa
     assert y.abs().max() <= 1
 
 
-def test_wrong_sizes_are_refused_before_memory_is_touched() -> None:
+def test_wrong_calls_are_refused_before_memory_is_touched() -> None:
     native: Any = _cpu._native()
-    x = torch.zeros(10)
-    absent = (0, 0)
-    with pytest.raises(ValueError, match="sizes"):
-        native.forward(0, False, 1.0, 0, 5, 2, x.data_ptr(), *absent * 6, x.data_ptr())
+    x, constant = torch.zeros(5, 2), torch.ones(1)
+    absent = (None,) * 5
+    assert native.forward(x, constant, *absent, 0, False, 1.0, x)
+    assert not native.forward(x, constant, *absent, 9, False, 1.0, x)
+    assert not native.forward(x, None, *absent, 0, False, 1.0, x)
+    assert not native.forward(x, constant, *absent, 0, False, 1.0, torch.zeros(2, 5))
+    assert not native.forward(x, constant, *absent, 0, False, 1.0, x.double())
     with pytest.raises(TypeError, match="arguments"):
-        native.forward(0)
+        native.forward(x)
+    with pytest.raises(TypeError, match="number"):
+        native.forward(x, constant, *absent, 0, False, "scale", x)
     with pytest.raises(ValueError, match="no instruction set"):
         native.choose("cpu-quantum")
 

@@ -15,7 +15,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynorm.kernels._form import Form, Parameters
-
-# As in csrc/types.h.
-DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-_PER_CHANNEL = 4
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _log = logging.getLogger("dynorm")
+
+
+class UnfitError(Exception):
+    """The tensors of a call are not as the kernels take them, so the definition must compute."""
 
 
 def name() -> str:
@@ -40,31 +40,40 @@ def name() -> str:
 
 
 def forward(
-    form: Form,
+    form: Sequence[Any],
     x: Tensor,
-    parameters: Parameters,
+    parameters: Sequence[Tensor | None],
     token_constant: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return y, of x's dtype; in ``out``, contiguous and of x's shape and dtype, if it is given."""
+    """Return y, of x's shape, dtype and order in memory; in ``out``, which is so, if it is given.
+
+    Raises:
+        UnfitError: the tensors are not as the kernels take them.
+    """
     y = torch.empty_like(x) if out is None else out
-    problem = _problem(form, x, (*parameters, token_constant))
-    _native().forward(*problem, y.data_ptr())
+    native = _native()
+    if native is None or not native.forward(x, *parameters, token_constant, *form, y):
+        raise UnfitError
     return y
 
 
 def gradients(
-    form: Form,
+    form: Sequence[Any],
     grad: Tensor,
     x: Tensor,
-    parameters: Parameters,
+    parameters: Sequence[Tensor | None],
     token_constant: Tensor | None,
     needed: Sequence[bool],
+    grad_sum: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Return the gradients of x, of the parameters and of the tokens' numbers, each like its tensor.
 
-    A gradient that is not needed is None. ``grad``, that of y, is contiguous, of x's shape and
-    dtype; ``needed`` has a value for each of these tensors.
+    A gradient that is not needed is None. ``grad``, that of y, is like x; ``needed`` has a value
+    for each of these tensors; ``grad_sum`` is added to the gradient of x.
+
+    Raises:
+        UnfitError: the tensors are not as the kernels take them.
     """
     results: list[Tensor | None] = []
     for tensor, need in zip((x, *parameters, token_constant), needed, strict=True):
@@ -73,52 +82,39 @@ def gradients(
         else:
             results.append(None)
     # The bias has no part in any gradient, so that it need not be read.
-    problem = _problem(form, x, (*parameters[:4], None, token_constant))
-    grad_x, *others = results
-    of_x = 0 if grad_x is None else grad_x.data_ptr()
-    _native().backward(*problem, grad.data_ptr(), of_x, *_addresses(others))
+    arguments = (x, *parameters[:4], None, token_constant, *form, grad, *results)
+    native = _native()
+    if native is None or not native.backward(*arguments):
+        raise UnfitError
+    if grad_sum is not None and results[0] is not None:
+        results[0] += grad_sum
     return results
-
-
-def _problem(form: Form, x: Tensor, tensors: Iterable[Tensor | None]) -> list[object]:
-    """Return a call as the C++ side takes it (``read_problem`` in csrc/module.cpp)."""
-    channels = x.shape[-1]
-    rows = x.numel() // channels
-    return [*form, DTYPES[x.dtype], rows, channels, x.data_ptr(), *_addresses(tensors)]
-
-
-def _addresses(tensors: Iterable[Tensor | None]) -> list[int]:
-    """Return each tensor as the C++ side takes it: its address, and a code for dtype and size."""
-    numbers: list[int] = []
-    for tensor in tensors:
-        if tensor is None:
-            numbers += (0, 0)
-            continue
-        code = DTYPES[tensor.dtype]
-        if tensor.numel() > 1:
-            code |= _PER_CHANNEL
-        numbers += (tensor.data_ptr(), code)
-    return numbers
 
 
 @lru_cache(maxsize=1)
 def _native() -> Any:
-    """Return the C++ module, connected to torch's threads; None if it has not been built."""
+    """Return the C++ module, connected to torch; None if it has not been built. Log which it is."""
     # Another build, such as one with sanitizers.
     elsewhere = os.environ.get("DYNORM_NATIVE")
     path = Path(elsewhere) if elsewhere else Path(__file__).with_name("_native.abi3.so")
     if not path.exists():
+        _log.warning(
+            "the CPU kernels are not there, so plain torch computes the point-wise layers, several "
+            "times slower: install g++, then run python -m dynorm.kernels._build"
+        )
         return None
     spec = importlib.util.spec_from_file_location("dynorm.kernels._native", path)
     assert spec is not None
     assert spec.loader is not None
     try:
         native = importlib.util.module_from_spec(spec)
-    except ImportError as error:
+        spec.loader.exec_module(native)
+        exchange = Tensor.__dlpack_c_exchange_api__
+        native.connect(_parallel_for(), exchange, Tensor, torch.nn.Parameter)
+    except (ImportError, AttributeError) as error:
         _log.warning("the CPU kernels cannot be loaded, build them again: %s", error)
         return None
-    spec.loader.exec_module(native)
-    native.set_parallel_for(_parallel_for())
+    _log.info("point-wise layers on cpu: %s", native.name())
     return native
 
 

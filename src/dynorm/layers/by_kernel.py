@@ -1,5 +1,6 @@
 """A layer's call by a fused kernel, which knows one number per token and no witness."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,46 +11,51 @@ from dynorm.arguments import upcast
 from dynorm.layers.module import PointwiseModule
 
 
-def by_kernel(layer: PointwiseModule, x: Tensor) -> Tensor | None:
-    """Return a layer's function of x by a kernel; None if only the definition serves."""
-    is_last = layer.dim in (-1, x.ndim - 1)
-    moved = x if is_last else x.movedim(layer.dim, -1)
-    parameters = _parameters(layer)
-    if layer.witness_channels:
-        y = _with_witnesses(layer, moved, parameters)
-    else:
-        y = kernels.pointwise(layer.kernel, moved, parameters, layer.scale, layer.logarithmic)
-    if y is None or is_last:
-        return y
-    return y.movedim(-1, layer.dim)
+def by_kernel(
+    layer: PointwiseModule, x: Tensor, residual: Tensor | None = None
+) -> Sequence[Tensor] | None:
+    """Return a layer's function of x, or of ``x + residual`` and that sum, by a kernel.
 
-
-def _parameters(layer: PointwiseModule) -> kernels.Parameters:
-    """Return the parameters in the order of the kernels.
-
-    They are read from the dictionary of nn.Module, at a tenth of the time of its attributes: this
-    runs at every call, and a kernel is done in a few microseconds.
+    A residual has the shape and dtype of x. None if only the definition serves.
     """
-    names = (layer.constants[0], "shift", "center", "weight", "bias")
+    is_last = layer.dim == -1 or layer.dim == x.ndim - 1
+    if not is_last:
+        x = x.movedim(layer.dim, -1)
+        residual = None if residual is None else residual.movedim(layer.dim, -1)
+    if not x.is_contiguous():
+        x = x.contiguous()
+    # Plain tuples, and parameters from the dictionary of nn.Module: a kernel is done in a few
+    # microseconds, and attributes and named tuples take as long.
+    form = (layer.kernel, layer.logarithmic, layer.scale)
     stored: Any = layer._parameters
     if layer._modules:
         # A parametrization keeps a parameter elsewhere.
-        stored = {name: getattr(layer, name, None) for name in names}
-    constant, shift, center, weight, bias = [stored.get(name) for name in names]
+        stored = {name: getattr(layer, name, None) for name in layer.numbers}
+    *parameters, log_gain = map(stored.get, layer.numbers)
     if layer.weight_offset:
-        weight = layer.factor()
-    return kernels.Parameters(constant, shift, center, weight, bias)
+        parameters[3] = layer.factor()
+    if log_gain is None:
+        results = kernels.pointwise(form, x, residual, parameters)
+    elif residual is None:
+        results = _with_witnesses(layer, x, form, parameters)
+    else:
+        return None
+    if is_last or results is None:
+        return results
+    return [result.movedim(-1, layer.dim) for result in results]
 
 
 def _with_witnesses(
-    layer: PointwiseModule, x: Tensor, parameters: kernels.Parameters
-) -> Tensor | None:
+    layer: PointwiseModule, x: Tensor, form: Sequence[Any], parameters: Sequence[Tensor | None]
+) -> Sequence[Tensor] | None:
     """Return y of x with its channels last, by a kernel that takes one number per token.
 
     It adds ``T = sum_k gain_k u_k^2`` to the beta of each token. A witness of DyISRU is not in its
     own sum, so its channel is computed by the definition and written over.
     """
-    if kernels.traced(x):
+    # A line has no bound, and where tokens grow its constant, the definition clamps x.
+    is_line = layer.kernel == kernels.FunctionCode.LINEAR
+    if is_line or not kernels.may_serve(x, *parameters, layer.log_gain):
         return None
     index, gain = layer.witnesses_and_gains()
     center = _chosen(layer.center, index)
@@ -60,11 +66,9 @@ def _with_witnesses(
     # So far from the largest number that a sum of 16 squares with large gains stays finite.
     limit = torch.finfo(u.dtype).max ** 0.5 / 2**14
     total = (u.clamp(-limit, limit).square() * gain).sum(-1)
-    y = kernels.pointwise(
-        layer.kernel, x, parameters, layer.scale, layer.logarithmic, token_constant=total
-    )
-    if y is None or layer.kernel != kernels.FunctionCode.DYISRU:
-        return y
+    results = kernels.pointwise(form, x, None, parameters, total)
+    if results is None or layer.kernel != kernels.FunctionCode.DYISRU:
+        return results
     beta = layer.constant()
     columns = functional.dyisru_general(
         shown,
@@ -76,7 +80,7 @@ def _with_witnesses(
         witnesses=torch.arange(shown.shape[-1], device=x.device),
         gain=gain,
     )
-    return y.index_copy_(-1, index, columns)
+    return [results[0].index_copy_(-1, index, columns)]
 
 
 def _chosen(parameter: Tensor | None, witnesses: Tensor) -> Tensor | None:

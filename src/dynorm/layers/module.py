@@ -48,6 +48,8 @@ class PointwiseModule(nn.Module):
     kernel: ClassVar[kernels.FunctionCode]
     # The names of the function's parameters, first the one that sets the slope.
     constants: ClassVar[tuple[str, ...]] = ()
+    # The parameters in the order of the kernels, and the gains of witnesses.
+    numbers: ClassVar[tuple[str, ...]]
     # Whether that one is kept as its logarithm.
     logarithmic: ClassVar[bool] = False
     # DyISRU's beta for the same slope at 0, times the square of the function's constant.
@@ -69,6 +71,11 @@ class PointwiseModule(nn.Module):
     per_channel: bool
     promote: bool
     weight_offset: float
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.constants:
+            cls.numbers = (cls.constants[0], "shift", "center", "weight", "bias", "log_gain")
 
     @property
     def normalized_shape(self) -> tuple[int]:

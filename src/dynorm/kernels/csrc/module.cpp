@@ -1,5 +1,5 @@
-// The Python module: addresses and numbers in, nothing of torch's own classes, so that one build serves every version
-// of torch, and of Python from 3.11 on. The caller (_cpu.py) has checked the tensors.
+// The Python module: tensors by DLPack and numbers in, nothing of torch's own headers, so that one build serves several
+// versions of torch, and of Python from 3.11 on.
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -8,12 +8,15 @@
 #include <new>
 
 #include "plan.h"
+#include "tensors.h"
 
 namespace {
 
+using dynorm::DLTensor;
 using dynorm::Kernels;
 using dynorm::Numbers;
 using dynorm::Problem;
+using dynorm::Reader;
 
 const Kernels* chosen = nullptr;
 
@@ -29,35 +32,42 @@ const Kernels* best() {
   return &dynorm::kernels_portable();
 }
 
-std::int64_t integer(PyObject* value) { return PyLong_AsLongLong(value); }
-void* address(PyObject* value) { return PyLong_AsVoidPtr(value); }
+// Given once by `connect`.
+dynorm::Torch torch{};
 
-// Pairs of an address and a code: the dtype, and 4 where there is more than one number.
-void read(PyObject* const* arguments, Numbers (&numbers)[dynorm::kRoles]) {
+// The tensors x, constant, shift, center, weight, bias and the numbers of tokens; then function, logarithmic, scale.
+constexpr Py_ssize_t kNumbers = 1, kForm = kNumbers + dynorm::kRoles, kProblemArguments = kForm + 3;
+
+// A call as the kernels take it, if the reader finds that it fits.
+Problem read_problem(PyObject* const* a, Reader& reader, DLTensor& x) {
+  Problem p{};
+  p.function = static_cast<dynorm::Function>(PyLong_AsLong(a[kForm]));
+  p.logarithmic = PyObject_IsTrue(a[kForm + 1]) == 1;
+  p.scale = PyFloat_AsDouble(a[kForm + 2]);
+  // The reader clears errors.
+  reader.fits = PyErr_Occurred() == nullptr;
+  if (!reader.fits) return p;
+  x = reader.tensor(a[0], p.dtype);
+  if (!reader.fits) return p;
+  reader.fits = is_dense(x) && p.function >= 0 && p.function < dynorm::kNamed;
+  if (!reader.fits) return p;
+  p.x = x.data;
+  p.channels = x.shape[x.ndim - 1];
+  p.rows = 1;
+  for (int i = 0; i + 1 < x.ndim; ++i) p.rows *= x.shape[i];
   for (int role = 0; role < dynorm::kRoles; ++role) {
-    const std::int64_t code = integer(arguments[2 * role + 1]);
-    numbers[role] = {address(arguments[2 * role]), static_cast<dynorm::Dtype>(code & 3), (code & 4) != 0};
+    p.parameters[role] = reader.numbers(a[kNumbers + role], x, role);
   }
+  reader.fits = reader.fits && p.parameters[dynorm::kConstant].data != nullptr;
+  return p;
 }
 
-// function, logarithmic, scale, dtype, rows, channels, x, then the parameters and the numbers of tokens.
-constexpr Py_ssize_t kProblemArguments = 7 + 2 * dynorm::kRoles;
-
-// False with an exception set if the arguments do not fit together.
-bool read_problem(PyObject* const* a, Problem& p) {
-  p = {static_cast<dynorm::Function>(integer(a[0])), integer(a[1]) != 0, static_cast<dynorm::Dtype>(integer(a[3])),
-       integer(a[4]), integer(a[5]), PyFloat_AsDouble(a[2]), address(a[6]), {}};
-  read(a + 7, p.parameters);
-  if (PyErr_Occurred() != nullptr) return false;
-  const bool fits = p.function >= 0 && p.function < dynorm::kNamed && p.rows >= 0 && p.channels > 0 &&
-                    p.parameters[dynorm::kConstant].data != nullptr;
-  if (!fits) PyErr_SetString(PyExc_ValueError, "the kernel was called with sizes that do not fit together");
-  return fits;
-}
-
-// Run without Python's lock where it takes long enough for another thread to matter.
+// True, or False where the tensors do not fit; without Python's lock where it takes long enough for another thread to
+// matter.
 template <class Work>
-PyObject* run(const Problem& problem, const Work& work) {
+PyObject* run(const Reader& reader, const Problem& problem, const Work& work) {
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  if (!reader.fits) return Py_NewRef(Py_False);
   bool enough_memory = true;
   PyThreadState* state = problem.rows * problem.channels >= 32768 ? PyEval_SaveThread() : nullptr;
   try {
@@ -67,36 +77,45 @@ PyObject* run(const Problem& problem, const Work& work) {
   }
   if (state != nullptr) PyEval_RestoreThread(state);
   if (!enough_memory) return PyErr_NoMemory();
-  return Py_NewRef(Py_None);
+  return Py_NewRef(Py_True);
 }
 
 // ..., y
 PyObject* forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (count != kProblemArguments + 1) return PyErr_Format(PyExc_TypeError, "forward got %zd arguments", count);
-  Problem problem;
-  void* y = address(a[kProblemArguments]);
-  if (!read_problem(a, problem)) return nullptr;
-  return run(problem, [&] { dynorm::forward(*chosen, problem, y); });
+  Reader reader(torch);
+  DLTensor x;
+  const Problem problem = read_problem(a, reader, x);
+  void* y = reader.like(a[kProblemArguments], x, problem.dtype);
+  return run(reader, problem, [&] { dynorm::forward(*chosen, problem, y); });
 }
 
-// ..., grad_y, grad_x, then the gradients of the parameters and of the numbers of tokens
+// ..., grad_y, grad_x, then the gradients of the parameters and of the numbers of tokens; None for what is not wanted
 PyObject* backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
-  constexpr Py_ssize_t kAll = kProblemArguments + 2 + 2 * dynorm::kRoles;
+  constexpr Py_ssize_t kAll = kProblemArguments + 2 + dynorm::kRoles;
   if (count != kAll) return PyErr_Format(PyExc_TypeError, "backward got %zd arguments", count);
-  Problem problem;
-  const void* grad_y = address(a[kProblemArguments]);
-  void* grad_x = address(a[kProblemArguments + 1]);
+  Reader reader(torch);
+  DLTensor x;
+  const Problem problem = read_problem(a, reader, x);
+  const void* grad_y = reader.like(a[kProblemArguments], x, problem.dtype);
+  void* grad_x = reader.like(a[kProblemArguments + 1], x, problem.dtype);
   Numbers gradients[dynorm::kRoles];
-  read(a + kProblemArguments + 2, gradients);
-  if (!read_problem(a, problem)) return nullptr;
-  return run(problem, [&] { dynorm::backward(*chosen, problem, grad_y, grad_x, gradients); });
+  for (int role = 0; role < dynorm::kRoles; ++role) {
+    gradients[role] = reader.numbers(a[kProblemArguments + 2 + role], x, role);
+  }
+  return run(reader, problem, [&] { dynorm::backward(*chosen, problem, grad_y, grad_x, gradients); });
 }
 
-// The address of torch_parallel_for, or 0.
-PyObject* set_parallel_for(PyObject*, PyObject* value) {
-  void* function = address(value);
+// The address of torch_parallel_for, or 0; torch's DLPack interface; its classes Tensor and Parameter.
+PyObject* connect(PyObject*, PyObject* const* a, Py_ssize_t count) {
+  if (count != 4) return PyErr_Format(PyExc_TypeError, "connect got %zd arguments", count);
+  void* function = PyLong_AsVoidPtr(a[0]);
+  const void* exchange = PyCapsule_GetPointer(a[1], "dlpack_exchange_api");
   if (PyErr_Occurred() != nullptr) return nullptr;
   dynorm::set_parallel_for(reinterpret_cast<dynorm::ParallelFor>(function));
+  torch = {static_cast<const dynorm::DLPackExchange*>(exchange), Py_NewRef(a[2]), Py_NewRef(a[3]),
+           PyUnicode_InternFromString("is_neg")};
+  if (torch.exchange->major != 1) return PyErr_Format(PyExc_ImportError, "DLPack has version %u", torch.exchange->major);
   return Py_NewRef(Py_None);
 }
 
@@ -124,7 +143,7 @@ PyCFunction function(F f) {
 PyMethodDef methods[] = {
     {"forward", function(forward), METH_FASTCALL, nullptr},
     {"backward", function(backward), METH_FASTCALL, nullptr},
-    {"set_parallel_for", set_parallel_for, METH_O, nullptr},
+    {"connect", function(connect), METH_FASTCALL, nullptr},
     {"name", name, METH_NOARGS, nullptr},
     {"choose", choose, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -6,7 +6,7 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.testing import assert_close
 import dynorm
 from dynorm import Derf, DyISRU, DyT, LinearControl
 from dynorm.errors import ArgumentError
-from dynorm.kernels import _cpu, _dispatch, backend, pointwise
+from dynorm.kernels import _cpu, _op, backend, pointwise
 from dynorm.kernels._form import FunctionCode, Parameters
 from dynorm.layers import PointwiseNorm
 from tests.kernels.definition import KINDS, make
@@ -35,7 +35,7 @@ needs_kernels = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels on, whatever DYNORM_KERNELS says; where they are not built, torch serves."""
-    monkeypatch.setattr(_dispatch, "ENABLED", True)
+    monkeypatch.setattr(_op, "ENABLED", True)
 
 
 @pytest.fixture(params=LAYERS, ids=lambda kind: kind.__name__)
@@ -74,18 +74,10 @@ def with_gradients(layer: PointwiseNorm, x: Tensor) -> list[Tensor]:
 
 
 def test_functions_have_the_numbers_of_the_c_side() -> None:
-    source = Path(_dispatch.__file__).with_name("csrc").joinpath("types.h").read_text()
+    source = Path(_op.__file__).with_name("csrc").joinpath("types.h").read_text()
     (names,) = re.findall(r"enum Function { (.*?), kNamed", source)
     numbers = {name: code for code, name in enumerate(names.replace(" = 0", "").split(", "))}
     assert {f"k{code.name.capitalize()}": code.value for code in FunctionCode} == numbers
-
-
-def test_a_gradient_is_wanted_if_any_tensor_requires_it_and_autograd_records() -> None:
-    x, trained = torch.ones(3, 4), torch.ones(4, requires_grad=True)
-    assert not _dispatch.wants_gradient(x, None)
-    assert _dispatch.wants_gradient(x, None, trained)
-    with torch.no_grad():
-        assert not _dispatch.wants_gradient(x, trained)
 
 
 class Wrapped(Tensor):
@@ -96,11 +88,21 @@ def test_which_tensors_the_kernels_take() -> None:
     x, one, four, two = torch.ones(3, 4), torch.ones(1), torch.ones(4), torch.ones(2)
 
     def fits(x: Tensor = x, tokens: Tensor | None = None, **parameters: Tensor) -> bool:
-        return _dispatch.fits(x, Parameters(**{"constant": one} | parameters), tokens)
+        """Both checks, which must agree."""
+        named = Parameters(**{"constant": one} | parameters)
+        by_python = _op.fits(x, named, tokens)
+        try:
+            _cpu.forward((0, False, 1.0), x, named, tokens)
+        except _cpu.UnfitError:
+            assert not by_python
+        else:
+            assert by_python
+        return by_python
 
     assert fits()
     assert fits(constant=four, shift=four, center=one, weight=four, bias=four)
     assert fits(tokens=torch.ones(3))
+    assert fits(torch.ones(5, 2, 3, 4).permute(2, 0, 1, 3), torch.ones(5, 2, 3).permute(2, 0, 1))
     refused: list[dict[str, Tensor]] = [
         {"constant": two},
         {"weight": one},
@@ -112,15 +114,19 @@ def test_which_tensors_the_kernels_take() -> None:
         {"tokens": torch.ones(4)},
         {"tokens": torch.ones(3, dtype=torch.bfloat16)},
         {"tokens": torch.ones(3).as_subclass(Wrapped)},
+        {"x": torch.ones(2, 3, 4).transpose(0, 1), "tokens": torch.ones(3, 2)},
         {"x": x.int()},
+        {"x": x.to(torch.float8_e5m2)},
         {"x": x.to_sparse()},
         {"x": torch.tensor(1.0)},
         {"x": torch._neg_view(x)},
         {"x": torch.ones(3, 0)},
+        {"x": torch.ones(4, 3).t()},
+        {"x": torch.ones(3, 8)[:, :4]},
+        {"x": torch.ones(4).expand(3, 4)},
+        {"weight": four.to("meta")},
     ]
     assert [fits(**change) for change in refused] == [False] * len(refused)
-    with pytest.raises(ArgumentError, match="one device"):
-        fits(weight=four.to("meta"))
 
 
 LAYOUTS: dict[str, tuple[int, Callable[[], Tensor]]] = {
@@ -148,7 +154,7 @@ def test_layouts(
     x = make_x()
     got = with_gradients(layer, x)
     assert calls == ["forward", "gradients"]
-    monkeypatch.setattr(_dispatch, "ENABLED", False)
+    monkeypatch.setattr(_op, "ENABLED", False)
     for a, b in zip(got, with_gradients(layer, x), strict=True):
         assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -189,9 +195,9 @@ def test_derivatives_by_the_numbers_of_tokens(function: int, of: str) -> None:
         given = list(tensors)
         for place, leaf in zip(places, leaves, strict=True):
             given[place] = leaf
-        y = pointwise(function, given[0], Parameters(*given[1:6]), 1.5, False, given[6])  # type: ignore[arg-type]
-        assert y is not None
-        return y
+        results = pointwise((function, False, 1.5), given[0], None, given[1:6], given[6])  # type: ignore[arg-type]
+        assert results is not None
+        return results[0]
 
     leaves = [tensors[place].clone().requires_grad_() for place in places]  # type: ignore[union-attr]
     assert gradcheck(call, leaves)
@@ -280,22 +286,81 @@ def test_tracers_modes_and_subclasses_take_the_definition(
     assert "dynorm" not in str(exported.graph)
 
 
-def test_compiled_graph_holds_the_definition(kind: type[PointwiseNorm], calls: list[str]) -> None:
+def compiled_graph(layer: nn.Module, *inputs: Tensor) -> str:
+    """The one graph of a call under torch.compile, which computes the same."""
     graphs: list[str] = []
 
     def keep(module: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(str(module.graph))
         return module.forward
 
-    layer = build(kind, 8)
-    x = torch.randn(3, 8)
     torch._dynamo.reset()
-    compiled = torch.compile(layer, backend=keep, fullgraph=True)
-    got = compiled(x)
-    assert calls == []
-    assert len(graphs) == 1
-    assert "dynorm" not in graphs[0]
-    assert_close(got, layer(x))
+    assert_close(torch.compile(layer, backend=keep, fullgraph=True)(*inputs), layer(*inputs))
+    (graph,) = graphs
+    return graph
+
+
+def test_compiled_inference_holds_the_definition(kind: type[PointwiseNorm]) -> None:
+    layer, x = build(kind, 8), torch.randn(3, 8)
+    with torch.no_grad():
+        assert "dynorm" not in compiled_graph(layer, x)
+    assert "dynorm" not in compiled_graph(layer.requires_grad_(False), x)
+
+
+@needs_kernels
+def test_compiled_training_holds_the_op(kind: type[PointwiseNorm]) -> None:
+    layer, x = build(kind, 8), torch.randn(3, 8)
+    assert compiled_graph(layer, x).count("dynorm.pointwise") == 1
+    assert compiled_graph(layer, x, torch.randn(3, 8)).count("dynorm.pointwise") == 1
+    assert "dynorm" not in compiled_graph(layer, x.as_subclass(Wrapped))
+
+
+@needs_kernels
+@pytest.mark.parametrize("of", KINDS)
+def test_the_op_is_as_torch_wants_one(of: str) -> None:
+    x, parameters, token_constant, _ = make(5, 8, torch.float32, of, FunctionCode.DERF)
+    residual = None if token_constant is None else torch.randn_like(x)
+    for tensor in (x, residual, *parameters, token_constant):
+        if tensor is not None:
+            tensor.requires_grad_()
+    arguments = (x, residual, *parameters, token_constant, int(FunctionCode.DERF), False, 1.5)
+    torch.library.opcheck(_op._op, arguments)
+    # The definition serves.
+    shared = (x.t().contiguous().t(), *arguments[1:])
+    torch.library.opcheck(_op._op, shared, test_utils=("test_schema", "test_faketensor"))
+
+
+@needs_kernels
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_training_gives_the_same_gradients_at_every_size(
+    backend: str, calls: list[str]
+) -> None:
+    blocks = nn.Sequential(DyISRU(8, witnesses=2), DyISRU(8), DyT(8, dim=1), Derf(8, bias=False))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(blocks, backend=counter, fullgraph=True)
+    for rows in (3, 5, 9):
+        x = torch.randn(rows, 8, 8)
+        want = with_gradients(blocks, x)
+        calls.clear()
+        got = with_gradients(compiled, x)
+        assert calls == ["forward"] * 4 + ["gradients"] * 4
+        for a, b in zip(got, want, strict=True):
+            assert_close(a, b, rtol=1e-5, atol=1e-5)
+    # For the first size, and then for any.
+    assert counter.frame_count == 2
+
+
+@needs_kernels
+def test_layers_compiled_one_by_one_share_their_code() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    layers = [build(DyISRU, 8) for _ in range(4)]
+    for layer in layers:
+        compiled = torch.compile(layer, backend=counter, fullgraph=True)
+        compiled(torch.randn(3, 8)).sum().backward()
+    assert counter.frame_count == 1
 
 
 def test_autocast_and_checkpoint(kind: type[PointwiseNorm]) -> None:
@@ -356,13 +421,25 @@ def test_switched_off_by_the_environment() -> None:
 def test_a_device_that_torch_does_not_know_is_refused(
     device: Any, enabled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_dispatch, "ENABLED", enabled)
+    monkeypatch.setattr(_op, "ENABLED", enabled)
     with pytest.raises(ArgumentError, match=f"device.*got {device!r}"):
         backend(device)
 
 
+@pytest.fixture
+def _fresh() -> Iterator[None]:
+    """The kernels not yet loaded, before and after."""
+    caches = (_cpu._native, _op._kernels_of)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_fresh")
 def test_backend_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    _dispatch.serving.cache_clear()
     with caplog.at_level(logging.INFO, logger="dynorm"):
         backend()
         backend("cpu")
@@ -371,19 +448,21 @@ def test_backend_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert backend() in record.getMessage()
 
 
+@pytest.mark.usefixtures("_fresh")
 def test_without_a_built_module_torch_serves(
-    kind: type[PointwiseNorm], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: type[PointwiseNorm],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    layer = build(kind, 4)
-    x = torch.randn(2, 4)
-    want = layer(x)
-    with monkeypatch.context() as patch:
-        patch.setattr(_cpu, "_native", lambda: None)
-        _dispatch.serving.cache_clear()
-        assert backend() == "torch"
+    layer, x = build(kind, 4), torch.randn(2, 4)
+    want = layer.definition(x)
+    monkeypatch.setenv("DYNORM_NATIVE", str(tmp_path / "missing.so"))
+    for y in (layer(x), layer(x.requires_grad_())):
+        assert_close(y, want)
+    with torch.no_grad():
         assert_close(layer(x), want)
-        layer(x)
-    _dispatch.serving.cache_clear()
+    assert backend() == "torch"
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "python -m dynorm.kernels._build" in warnings[0]
