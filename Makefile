@@ -160,7 +160,7 @@ check-figures: setup .venv/models.stamp build/debian-descriptions.txt
 paper: setup
 	$(BIN)/dynorm paper --out build/paper
 	cp build/paper/table.json benchmarks/results/paper.json
-	for n in 1 2 3 4; do cp build/paper/fig$$n.png docs/images/paper-fig$$n.png; done
+	cp build/paper/fig3.png docs/images/paper-fig3.png
 	$(BIN)/python -m benchmarks.tables
 
 # The paper's claim on real activations, for docs/mathematics.md: three minutes on 2 cores.
@@ -168,7 +168,7 @@ activations: setup .venv/models.stamp
 	$(BIN)/python -m benchmarks.activations
 	$(BIN)/python -m benchmarks.tables
 
-# Training from scratch, for docs/study.md: about 60 core hours, stopped and gone on with as one likes.
+# Training from scratch, for docs/from-scratch.md: about 60 core hours, stopped and gone on with as one likes.
 study: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m studies.sweep
 	$(BIN)/python -m studies.report

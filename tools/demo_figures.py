@@ -99,7 +99,7 @@ def _rows(title: str, ours: Report, theirs: Report) -> list[Row]:
 def main(model: str, report: str) -> None:
     """Print the comparison, or that there is none for the model."""
     if model not in COMMITTED:
-        print("No report of this demo is committed; docs/models.md has figures of the model.")
+        print("No report of this demo is committed; docs/quality.md has figures of some models.")
         return
     measured = json.loads(Path(report).read_text("utf-8"))
     expected = json.loads(COMMITTED[model].read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""The lines for Lightning, as docs/anneal.md has them, in a real run."""
+"""The lines for Lightning, in a real run."""
 
 from __future__ import annotations
 

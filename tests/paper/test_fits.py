@@ -116,7 +116,7 @@ def test_the_function_takes_any_shape_and_layout() -> None:
         ([1.0, 2.0], [1.0, 1.0], 2, "not all"),
     ],
 )
-def test_what_cannot_be_fitted(
+def test_points_that_cannot_be_fitted(
     name: str, x: list[float], y: list[float], channels: int, message: str
 ) -> None:
     with pytest.raises(ArgumentError, match=message):
