@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections import Counter
@@ -109,28 +108,13 @@ class TestCommand:
         assert self.run().exit_code == 0
         assert (tmp_path / "explore.html").read_text("utf-8") == build_page()
 
-    def test_only_a_page_of_its_own_is_replaced(self, tmp_path: Path) -> None:
+    def test_a_file_is_not_replaced_unasked(self, tmp_path: Path) -> None:
         path = tmp_path / "page.html"
         path.write_text("mine")
         assert isinstance(self.run("--out", str(path)).exception, StorageError)
         assert path.read_text() == "mine"
-        for arguments in (["--overwrite"], []):
-            assert self.run("--out", str(path), *arguments).exit_code == 0
-            assert path.read_text("utf-8") == build_page()
-
-    def test_json(self, tmp_path: Path) -> None:
-        path = tmp_path / "new" / "folder" / "page.html"
-        result = self.run("--out", str(path), "--json")
-        assert json.loads(result.stdout) == {"page": str(path), "bytes": path.stat().st_size}
-
-    @pytest.mark.parametrize("found", [True, False])
-    def test_open(self, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        opened: list[str] = []
-        monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or found)
-        result = self.run("--out", str(tmp_path / "page.html"), "--open")
-        assert opened == [(tmp_path / "page.html").as_uri()]
-        assert isinstance(result.exception, StorageError) is not found
-        assert (tmp_path / "page.html").exists()
+        assert self.run("--out", str(path), "--overwrite").exit_code == 0
+        assert path.read_text("utf-8") == build_page()
 
     def test_paths_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")

@@ -199,10 +199,10 @@ def test_the_command_writes_a_page(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_json_alone() -> None:
-    ran = run("--only", "appendix-b", "--only", "note-c*", "--seed", "3", "--json")
+    ran = run("--only", "appendix-b", "--only", "note-c*", "--json")
     result = json.loads(ran.stdout)
     assert (ran.exit_code, ran.stderr) == (0, "")
-    assert (result["holds"], result["seed"]) == (True, 3)
+    assert (result["holds"], result["seed"]) == (True, 0)
     assert [row["name"] for row in result["statements"]] == ["appendix-b", "note-centering"]
     for row in result["statements"]:
         assert row["digits_error"] < 1e-50

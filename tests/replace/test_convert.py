@@ -473,12 +473,15 @@ def test_an_offloaded_model_is_left_as_it_is() -> None:
     model = converted(copy.deepcopy(original))
     dynorm.calibrate_(model, [X])
     kinds = [type(module) for module in model]
+    given = copy.deepcopy(model)
     hooks.cpu_offload(model)
     for verb in (
         lambda: dynorm.restore_(model),
         lambda: dynorm.calibrate_(model, [X]),
         lambda: dynorm.refine_(model, [X], steps=1),
         lambda: dynorm.measure(model, [X], original=original),
+        lambda: dynorm.distill_(model, [X], teacher=original, steps=1),
+        lambda: dynorm.distill_(copy.deepcopy(given), [X], teacher=model, steps=1),
     ):
         with pytest.raises(ModelError, match="accelerate has offloaded it"):
             verb()

@@ -6,9 +6,12 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import track
 
 from dynorm import version
 from dynorm.errors import ArgumentError, DynormError, require_library
@@ -39,7 +42,7 @@ def options(
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
-"""The option ``--json`` that every command has."""
+"""The option ``--json`` of every command that prints a result."""
 
 
 def main() -> None:
@@ -92,3 +95,10 @@ def speaker(quiet: bool) -> Callable[[str], None]:
             print(line, file=sys.stderr, flush=True)
 
     return say
+
+
+def progress_bar(title: str, *, quiet: bool) -> Callable[..., Any]:
+    """Return a function that shows the progress of a loop, on a terminal and unless ``quiet``."""
+    stderr = Console(stderr=True)
+    is_hidden = quiet or not stderr.is_terminal
+    return partial(track, description=title, console=stderr, transient=True, disable=is_hidden)

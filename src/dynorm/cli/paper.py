@@ -2,25 +2,20 @@
 
 import json
 import os
-import webbrowser
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import track
 
-from dynorm.cli.application import AsJson, app
+from dynorm.cli.application import AsJson, app, progress_bar
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import require_writable, write_bytes, write_text
 
 # With a thousand samples, tokens of this size take a minute.
 MOST_CHANNELS = 1 << 16
 
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace OUT even if dynorm did not write it.")
-]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")]
 
 
 @app.command()
@@ -66,18 +61,15 @@ def paper(
         files += [f"{name}.{format}" for format in FORMATS]
     for file in files:
         require_writable(out / file)
-    stderr = Console(stderr=True)
-    quiet = as_json or not stderr.is_terminal
-    progress = partial(track, console=stderr, transient=True, disable=quiet)
     if seed is None:
-        study_progress = partial(progress, description="study")
-        studies = study_all(channels, sigma, samples or 1000, track=study_progress)
+        track = progress_bar("study", quiet=as_json)
+        studies = study_all(channels, sigma, samples or 1000, track=track)
         reproduction = reproduce(channels, sigma, PAPER_SEED, studies)
     else:
         reproduction = reproduce(channels, sigma, seed)
     as_text = json.dumps(document(reproduction), indent=1)
     write_text(out / "table.json", as_text + "\n")
-    for name in progress(names, description="figures"):
+    for name in names:
         drawn = draw(name, reproduction)
         for format in FORMATS:
             write_bytes(out / f"{name}.{format}", render(drawn, format))
@@ -128,14 +120,6 @@ def prove(
             help="Prove only statements with this name or glob, such as 'theorem-*'. Repeatable."
         ),
     ] = None,
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=2**32 - 1,
-            help="Seed of the random tokens on which the proofs are checked numerically.",
-        ),
-    ] = 0,
     overwrite: Overwrite = False,
     brief: Annotated[
         bool, typer.Option("--brief", help="Print only the table, without the steps.")
@@ -153,11 +137,9 @@ def prove(
     patterns = only or ()
     prove.choose(patterns)
     if out is not None:
-        _require_own_page(out, overwrite)
+        _require_new(out, overwrite)
         show.prepare(out)
-    stderr = Console(stderr=True, quiet=as_json)
-    progress = partial(track, description="proving", console=stderr, transient=True)
-    report = prove.prove(patterns, seed=seed, track=progress)
+    report = prove.prove(patterns, track=progress_bar("proving", quiet=as_json))
     if out is not None:
         show.save(report, out)
     if as_json:
@@ -174,40 +156,24 @@ def prove(
 
 @app.command()
 def explore(
-    out: Annotated[
-        Path, typer.Option(help="File for the page. An earlier page is replaced.")
-    ] = Path("explore.html"),
+    out: Annotated[Path, typer.Option(help="File for the page.")] = Path("explore.html"),
     overwrite: Overwrite = False,
-    show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    as_json: AsJson = False,
 ) -> None:
     """Write an offline HTML page: LayerNorm, DyT, Derf and DyISRU with an outlier to move.
 
-    Example: dynorm explore --out explore.html --open
+    Example: dynorm explore --out explore.html
     """
     from dynorm.paper.explorer import save_page
 
-    _require_own_page(out, overwrite)
-    page = save_page(out)
-    if as_json:
-        typer.echo(json.dumps({"page": str(page), "bytes": page.stat().st_size}, indent=1))
-    else:
-        typer.echo(f"Read {page} in a browser.")
-    if show and not webbrowser.open(page.as_uri()):
-        raise StorageError(
-            f"a browser must be there to open {str(page)!r}, but none was found: open it yourself"
-        )
+    _require_new(out, overwrite)
+    typer.echo(f"Read {save_page(out)} in a browser.")
 
 
-def _require_own_page(path: Path, overwrite: bool) -> None:
-    """Refuse to replace a file that is not a page of dynorm, unless overwrite is given."""
+def _require_new(path: Path, overwrite: bool) -> None:
+    """Refuse to replace a file, unless overwrite is given."""
     # Other paths that cannot be written are refused where the page is written.
-    if overwrite or not path.is_file():
-        return
-    with path.open("rb") as file:
-        start = file.read(2000)
-    if b'<meta name="generator" content="dynorm' not in start:
+    if path.is_file() and not overwrite:
         raise StorageError(
-            f"the output must be a new file or a page written by dynorm, but {str(path)!r} is "
-            "another file: choose another path, or pass --overwrite"
+            f"the output must be a new file, but {str(path)!r} exists: choose another path, or "
+            "pass --overwrite"
         )

@@ -17,7 +17,7 @@ from torch import nn
 from dynorm.arguments import check_count, check_module, check_positive
 from dynorm.batches import Batch, cycled
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, require_library
-from dynorm.guard import in_eval_mode, kept_random_states, usable_bf16
+from dynorm.guard import in_eval_mode, kept_random_states, require_values, usable_bf16
 from dynorm.layers import AnnealedNorm
 from dynorm.plain import Plain
 from dynorm.replace.converted import dynorm_layers, require_layers
@@ -125,7 +125,8 @@ def distill_(
         DataError: ``batches`` is empty, has a wrong one, or is a one-shot iterator with fewer batches than
             steps; or the outputs hold nothing to compare.
         ModelError: the model has no point-wise layer, or nothing to train; the teacher lacks the
-            module of a layer, is converted itself, or shares weights with the model; a sharded model
+            module of a layer, is converted itself, or shares weights with the model; one of them is
+            offloaded or on the meta device; a sharded model
             is to have checkpoints; or the environment does not name the processes of the group as
             torchrun does.
         StorageError: the checkpoint in the folder is of another model, or damaged.
@@ -143,8 +144,9 @@ def distill_(
         >>> dynorm.distill_(model, data, teacher=original, steps=8).steps
         8
     """
-    check_module(model)
-    check_module(teacher, "the teacher")
+    for module, name in ((model, "the model"), (teacher, "the teacher")):
+        check_module(module, name)
+        require_values(module)
     check_count("steps", steps)
     check_count("accumulate", accumulate)
     if check_count("seed", seed, 0) >= 2**32:
