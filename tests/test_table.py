@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dynorm.table import Table
 
 
@@ -14,12 +16,15 @@ def test_numbers_are_on_the_right_and_texts_on_the_left() -> None:
     ]
 
 
-def test_a_long_path_stays_whole_in_a_narrow_terminal(monkeypatch: object) -> None:
-    monkeypatch.setenv("COLUMNS", "40")  # type: ignore[attr-defined]
-    path = "model.layers.11.post_attention_layernorm." * 3
-    assert str(Table(["site", "a", "b"], [(path, 1.0, "y" * 60)])).splitlines()[1] == (
-        f"{path}  1  {'y' * 60}"
-    )
+@pytest.mark.parametrize("width", [None, "40"])
+def test_a_long_path_stays_whole(monkeypatch: pytest.MonkeyPatch, width: str | None) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    path = "model.layers.11.post_attention_layernorm"
+    lines = [f"{'site':{len(path)}}  norm  beta", f"{path}  LN       1"]
+    if width:
+        monkeypatch.setenv("COLUMNS", width)
+        lines = ["site", "  norm  beta", path, "  LN       1"]
+    assert str(Table(["site", "norm", "beta"], [(path, "LN", 1.0)])).splitlines() == lines
 
 
 def test_without_rows_the_title_and_the_notes_are_left() -> None:

@@ -1,12 +1,13 @@
 """The table of a report: rows under heads, with a title above and notes below."""
 
+import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
 
 WIDTH = 100
-"""The width of a report's sentences; a table is as wide as its paths need, in any terminal."""
+"""The width of a report's sentences, unless the terminal is narrower."""
 _NUMBERS = frozenset("0123456789.,+-−–%<e ")
 
 
@@ -36,25 +37,44 @@ class Table:
         """Return the table as plain text."""
         lines = [*self.title.splitlines(), ""]
         if self.rows:
-            lines += [*self._grid(), ""]
+            lines += [*self._lines(), ""]
         return "\n".join([*lines, *self.notes]).strip()
 
-    def _grid(self) -> list[str]:
-        from rich.console import Console
-        from rich.table import Table as Grid
-
-        grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    def _lines(self) -> list[str]:
+        """Return the rows; in a narrow terminal the first column is on a line of its own."""
         cells = self.cells()
-        for title, *texts in zip(self.columns, *cells, strict=True):
-            is_numeric = _NUMBERS.issuperset("".join(texts)) and grid.columns
-            grid.add_column(title, justify="right" if is_numeric else "left", no_wrap=True)
-        for texts in cells:
-            grid.add_row(*texts)
-        # Wide enough for any path: a table takes only the width that it needs.
-        console = Console(file=StringIO(), width=1000, markup=False, emoji=False, highlight=False)
-        with console.capture() as capture:
-            console.print(grid)
-        return [line.rstrip() for line in capture.get().splitlines()]
+        lines = _grid(self.columns, cells)
+        width = max(map(len, lines))
+        if width <= _terminal_width(width):
+            return lines
+        others = _grid(self.columns[1:], [row[1:] for row in cells])
+        folded = []
+        for first, line in zip([self.columns[0], *(row[0] for row in cells)], others, strict=True):
+            folded += [first, f"  {line}"]
+        return folded
+
+
+def _grid(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows under their titles, aligned."""
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for title, *texts in zip(columns, *cells, strict=True):
+        is_numeric = _NUMBERS.issuperset("".join(texts)) and grid.columns
+        grid.add_column(title, justify="right" if is_numeric else "left", no_wrap=True)
+    for texts in cells:
+        grid.add_row(*texts)
+    # Wide enough for any path: a table takes only the width that it needs.
+    console = Console(file=StringIO(), width=1000, markup=False, emoji=False, highlight=False)
+    with console.capture() as capture:
+        console.print(grid)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def _terminal_width(default: int) -> int:
+    """Return the width of the terminal, or the default where there is none."""
+    return shutil.get_terminal_size((default, 1)).columns
 
 
 def _text(value: object) -> str:
@@ -64,5 +84,5 @@ def _text(value: object) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Return a paragraph in lines of :data:`WIDTH`."""
-    return textwrap.fill(text, WIDTH, break_long_words=False)
+    """Return a paragraph in lines of :data:`WIDTH`, or of the terminal's if that is less."""
+    return textwrap.fill(text, min(WIDTH, _terminal_width(WIDTH)), break_long_words=False)

@@ -161,9 +161,11 @@ class Checkpoint:
             return source
         if not (source / "config.json").is_file():
             reason = "has none" if source.exists() else "does not exist"
+            wanted = "a folder written by save_pretrained, a .gguf file, or the name of a model on the hub"
+            if (source / "model").is_dir():
+                wanted = str(source / "model")
             raise StorageError(
-                f"the model must be a folder with a config.json, but {source} {reason}: give a "
-                "folder written by save_pretrained, a .gguf file, or the name of a model on the hub"
+                f"the model must be a folder with a config.json, but {source} {reason}: give {wanted}"
             )
         weights = [file for file in sorted(source.iterdir()) if file.suffix in WEIGHTS]
         if not weights:
@@ -205,7 +207,7 @@ class Checkpoint:
         is_missing = kind != "texts" and not samples.get(kind)
         if others or is_missing:
             raise ArgumentError(
-                f"{kind} must be given for {name}, got {others[0] if others else 'none'}"
+                f"{kind} must be given for {name} (--{kind}), got {others[0] if others else 'none'}"
             )
         return kind
 
