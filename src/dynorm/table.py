@@ -63,8 +63,8 @@ def _grid(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
     for title, *texts in zip(columns, *cells, strict=True):
         is_numeric = _NUMBERS.issuperset("".join(texts)) and grid.columns
         grid.add_column(title, justify="right" if is_numeric else "left", no_wrap=True)
-    for texts in cells:
-        grid.add_row(*texts)
+    for row in cells:
+        grid.add_row(*row)
     # Wide enough for any path: a table takes only the width that it needs.
     console = Console(file=StringIO(), width=1000, markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
