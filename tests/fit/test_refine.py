@@ -58,8 +58,10 @@ def error(model: nn.Module, batches: list[Any]) -> float:
     return total / len(batches)
 
 
-@pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
-@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize(
+    ("to", "per_channel"),
+    [("dyisru", False), ("dyisru", True), ("dyt", False), ("derf", True), ("linear", False)],
+)
 def test_the_joint_error_falls(to: str, per_channel: bool) -> None:
     model, batches = model_and_batches(to, per_channel)
     # Worse constants than those of the calibration, which leaves little to gain.
@@ -297,17 +299,23 @@ def test_a_call_without_rows_does_not_count() -> None:
         site_errors(wanted, given, masks)
 
 
-def test_a_forward_without_gradients_is_refused() -> None:
+def test_a_layer_without_gradients_is_refused() -> None:
     class Quiet(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm = nn.LayerNorm(C)
+            self.quiet, self.norm = nn.LayerNorm(C), nn.LayerNorm(C)
 
-        @torch.no_grad()
         def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.quiet(x)
             return self.norm(x)
 
-    model, x = Quiet(), torch.randn(64, C)
+    original, x = Quiet(), torch.randn(64, C)
+    model = copy.deepcopy(original)
     dynorm.convert_(model, dynorm.find_norms(model, x))
     dynorm.calibrate_(model, [x])
-    fails(model, [x], "record gradients", ModelError)
+    fails(model, [x], "gradients.*'quiet'", ModelError)
+    with pytest.raises(ModelError, match=r"gradients.*'quiet'"):
+        dynorm.distill_(model, [x], teacher=original, steps=1)
+    model.quiet.requires_grad_(False)
+    assert dynorm.distill_(model, [x], teacher=original, steps=1).steps == 1

@@ -222,6 +222,7 @@ def _loss(model: nn.Module, batch: Batch, targets: Outputs) -> Tensor:
     """Return the mean of the squared errors of the sites that a batch reaches; ``targets`` are the norms' outputs."""
     with recorded({layer: layer for layer in targets}) as outputs:
         call(model, batch)
+    require_gradients(model, outputs)
     return site_errors(targets, outputs, token_masks(batch)).mean()
 
 
@@ -273,11 +274,6 @@ def _gradients(
     targets = norm_outputs(model, batch)
     with torch.enable_grad(), recomputing(model):
         loss = _loss(model, batch, targets)
-    if not loss.requires_grad:
-        raise ModelError(
-            "the model's forward must record gradients for its constants to be refined, but it "
-            "runs under torch.no_grad or detaches: call the part of it that does not"
-        )
     _require_finite("loss", loss, f"step {step}")
     return torch.autograd.grad(loss, parameters, allow_unused=True)
 
@@ -288,6 +284,20 @@ def _require_finite(what: str, value: Tensor, place: str) -> None:
             f"the {what} must be finite, but is {value.item()} in {place}: lower lr, call "
             "calibrate_ first, or look for NaN in the batch"
         )
+
+
+def require_gradients(model: nn.Module, outputs: Outputs) -> None:
+    """Refuse a model that computes a layer with trainable parameters without gradient."""
+    if not torch.is_grad_enabled():
+        return
+    for path, layer in require_layers(model).items():
+        is_trained = any(parameter.requires_grad for parameter in layer.parameters())
+        if is_trained and not all(output.requires_grad for output in outputs.get(layer, [])):
+            raise ModelError(
+                "the model's forward must record gradients for every layer that is trained, but "
+                f"does not for {path!r}: remove torch.no_grad around it, checkpoint it with "
+                "use_reentrant=False, or keep its norm"
+            )
 
 
 def site_errors(targets: Outputs, outputs: Outputs, masks: list[Tensor]) -> Tensor:

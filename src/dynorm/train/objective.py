@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from dynorm.arguments import require_gathered, upcast
 from dynorm.batches import Batch, call, token_masks, valid_tokens
 from dynorm.errors import ModelError
-from dynorm.fit.refine import site_errors, unexplained_share
+from dynorm.fit.refine import require_gradients, site_errors, unexplained_share
 from dynorm.guard import autocast, recomputing, require_trainable
 from dynorm.outputs import output_tensor, sample_vectors
 from dynorm.replace.converted import norms_of, require_layers
@@ -64,15 +64,10 @@ class Distillation(nn.Module):
                 target = call(teacher, batch)
             with recomputing(self.model), recorded(layers) as outputs:
                 output = call(self.model, batch)
+        require_gradients(self.model, outputs)
         errors = site_errors(targets, outputs, token_masks(batch))
         site_losses = errors + _LOG_WEIGHT * errors.clamp_min(_LEAST_ERROR).log()
-        loss = site_losses.mean() + output_loss(output, target, batch)
-        if torch.is_grad_enabled() and not loss.requires_grad:
-            raise ModelError(
-                "the model's forward must compute gradients, but its loss has none: remove "
-                "torch.no_grad from it"
-            )
-        return loss
+        return site_losses.mean() + output_loss(output, target, batch)
 
 
 def output_loss(ours: Any, theirs: object, batch: Batch) -> Tensor:
