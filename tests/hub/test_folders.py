@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import dynorm
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.hub import load, plain, save
 from tests.hub.models import bert, build, converted, first, gpt2, same_state, witnessed
@@ -97,17 +98,28 @@ def test_the_class_must_be_the_saved_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [bert, gpt2])
-@pytest.mark.parametrize("remote_code", [False, True])
-def test_a_transformers_model_comes_back(tmp_path: Path, make: Any, remote_code: bool) -> None:
+def test_a_transformers_model_comes_back(tmp_path: Path, make: Any) -> None:
     model = make()
-    save(model, tmp_path / "m", remote_code=remote_code)
-    if remote_code:
-        auto = transformers.AutoModelForCausalLM if make is gpt2 else transformers.AutoModel
-        loaded = auto.from_pretrained(tmp_path / "m", trust_remote_code=True).eval()
-        assert type(loaded).__module__.startswith("transformers_modules")
-    else:
-        loaded = load(tmp_path / "m")
+    save(model, tmp_path / "m")
+    loaded = load(tmp_path / "m")
     torch.testing.assert_close(first(loaded), first(model))
+
+
+def test_the_config_in_memory_is_the_stock_one(tmp_path: Path) -> None:
+    """The keys of a saved config.json do not go into the config of a loaded or restored model."""
+    model = bert()
+    save(model, tmp_path / "m")
+    trusted = transformers.AutoModel.from_pretrained(tmp_path / "m", trust_remote_code=True)
+    assert type(trusted.config) is transformers.BertConfig
+    for config in (model.config, trusted.config):
+        assert not {"auto_map", "transformers_weights"} & vars(config).keys()
+    dynorm.restore_(model)
+    model.save_pretrained(tmp_path / "stock")
+    assert {path.name for path in (tmp_path / "stock").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+    }
+    assert "dynorm" not in (tmp_path / "stock" / "config.json").read_text()
 
 
 def test_other_heads_and_mixed_dtypes(tmp_path: Path) -> None:

@@ -90,8 +90,8 @@ import sys
 
 import transformers
 
-def load(folder):
-    model = transformers.AutoModel.from_pretrained(folder)
+def load(folder, **options):
+    model = transformers.AutoModel.from_pretrained(folder, **options)
     print(type(model.embeddings.LayerNorm).__name__, flush=True)
 
 def main():
@@ -133,15 +133,16 @@ def test_programs_that_build_the_model_themselves(tmp_path: Path) -> None:
     save(bert(), tmp_path / "m")
     (tmp_path / "program.py").write_text(PROGRAM)
     model = str(tmp_path / "m")
-    # Without dynorm; with it as a module, by its name; and with it by its function.
+    # Without dynorm; with it as a module, by its name; with it by its function; by trusted code.
     ways = (
         "runpy.run_module('program', run_name='__main__', alter_sys=True)",
         "import dynorm; runpy.run_module('program', run_name='__main__', alter_sys=True)",
         "import dynorm; from program import main; main()",
+        "from program import load; load(sys.argv[1], trust_remote_code=True)",
     )
     run = ran(tmp_path, "-c", WAYS, model, *ways)
     assert "import dynorm before you load this model" in run.stderr
-    assert run.stdout.splitlines() == ["0:", "1:DyISRU", "2:DyISRU"]
+    assert run.stdout.splitlines() == ["0:", "1:DyISRU", "2:DyISRU", "3:DyISRU"]
 
 
 def test_a_quantization_config_may_be_read_before_any_model_is_imported(tmp_path: Path) -> None:

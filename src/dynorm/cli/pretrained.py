@@ -95,14 +95,6 @@ def convert(
     dtype: Annotated[
         str, typer.Option(help="Dtype of the weights; auto keeps the checkpoint's.")
     ] = "float32",
-    remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--remote-code",
-            help="Also write the code of the layers, so that transformers and programs on top of "
-            "it load the model without dynorm, with trust_remote_code=True.",
-        ),
-    ] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     recipe: Annotated[
@@ -194,7 +186,6 @@ def convert(
         model,
         out,
         start.changed(**_fields_of_options(context)),
-        remote_code=remote_code,
         overwrite=overwrite,
         say=speaker(quiet=as_json),
         **JobOptions(texts=texts or (), images=images or (), name=name, device=device, dtype=dtype),

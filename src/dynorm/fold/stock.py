@@ -100,8 +100,8 @@ def _require_no_layernorm(model: nn.Module, config: object) -> None:
             raise ModelError(
                 f"the norms of {type(model).__name__} must be RMSNorms, which compute the identity "
                 f"with a large eps, but {path!r} is a LayerNorm, which takes out the mean at any "
-                "eps: save the model with dynorm.save(..., remote_code=True), whose folder loads "
-                "where dynorm is unknown"
+                "eps: save the model with dynorm.save, whose folder programs load with "
+                "trust_remote_code=True where dynorm is installed"
             )
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from dynorm.errors import ArgumentError, ModelError, StorageError
+from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import replaced_directory
 from dynorm.guard import require_plain_model
 from dynorm.hub.contents import contents_of
@@ -27,19 +27,19 @@ def save(
     directory: str | os.PathLike[str],
     *,
     overwrite: bool = False,
-    remote_code: bool = False,
 ) -> None:
     """Save a converted model: its weights, and its point-wise layers with their paths; no pickle.
 
     A transformers model is written as ``save_pretrained`` writes it, with its layers named in
     config.json. Once dynorm is imported, any ``from_pretrained`` loads it, with another head too.
+    A program that cannot import dynorm first passes ``trust_remote_code=True`` to the
+    ``from_pretrained`` of an Auto class: a file in the directory imports dynorm then, which must be
+    installed.
     Any other model is written as ``model.safetensors`` and ``dynorm.json``. The directory appears
     complete or not at all: if the process is killed or the disk is full, the old one stays as it
     was.
     Wrappers of the model or its parts, such as ``checkpoint_wrapper`` and ``torch.compile``, are
     left out: the directory loads into the model without them, or with others.
-    With ``remote_code`` a transformers model loads without dynorm too: the directory gets a file of
-    plain torch layers, and ``from_pretrained`` needs ``trust_remote_code=True``.
     Shared tensors stay shared. Buffers that are not persistent are not saved, nor are the original
     norms: a loaded model cannot be restored.
 
@@ -48,14 +48,11 @@ def save(
         directory: where to; its parent must exist.
         overwrite: replace a saved model that is there. Other files in the directory, such as a
             tokenizer's, are kept.
-        remote_code: write the code of the layers too, for programs that do not import dynorm.
-            ``dynorm.load`` does not load such a directory.
 
     Raises:
         ArgumentError: ``model`` is not a module.
         ModelError: it has no point-wise layer, is wrapped in FSDP, sharded or on the meta device,
-            is quantized too, or holds state that is not a tensor. With ``remote_code``: its class is
-            not one of transformers', it has several dtypes, or layers that are still annealed.
+            is quantized too, or holds state that is not a tensor.
         StorageError: the directory exists, or cannot be written.
 
     Warns:
@@ -76,16 +73,8 @@ def save(
     contents = contents_of(model)
     warn_of_defaults(model)
     pretrained = getattr(sys.modules.get(MODELING), "PreTrainedModel", None)
-    if remote_code and (pretrained is None or not isinstance(model, pretrained)):
-        raise ModelError(
-            f"a model to save with code must be one of transformers', got {type(model).__name__}"
-            ": save it without remote_code"
-        )
     with replaced_directory(directory, overwrite=overwrite) as folder:
-        if remote_code:
-            _with_transformers()
-            importlib.import_module("dynorm.hub.code").write_with_code(model, contents, folder)
-        elif pretrained is not None and isinstance(model, pretrained):
+        if pretrained is not None and isinstance(model, pretrained):
             _with_transformers()
             model.save_pretrained(folder)
         else:

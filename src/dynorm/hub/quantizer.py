@@ -28,9 +28,16 @@ METHOD = "dynorm"
 # quotes it in its error.
 BARRIER = "transformers_weights"
 ADVICE = (
-    "import dynorm before you load this model: its norms are replaced by layers that only dynorm "
-    "(pip) knows"
+    "import dynorm before you load this model, or pass trust_remote_code=True to an Auto class: its "
+    "norms are replaced by layers that only dynorm (pip) knows"
 )
+# The file that programs import if they trust the code of a folder, and its entry in config.json.
+CODE_FILE = "modeling_dynorm.py"
+CODE = '''"""Imports dynorm (pip install dynorm), which knows the layers of this model."""
+
+from dynorm.hub.transformers import ConfigReader
+'''
+CODE_ENTRY = {"AutoConfig": "modeling_dynorm.ConfigReader"}
 _AFFINE = ("weight", "bias")
 # Whether the running call of from_pretrained has a dtype argument; None outside of one.
 DTYPE_GIVEN: ContextVar[bool | None] = ContextVar("DTYPE_GIVEN", default=None)
@@ -93,11 +100,12 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def update_attn_implementation(self, config: object) -> Any:
-        """Remove the key that keeps transformers without dynorm from loading the config.
+        """Remove the keys that were for a transformers without dynorm.
 
         This is the first hook that gets the config.
         """
-        vars(config).pop(BARRIER, None)
+        for name in added_keys(config):
+            vars(config).pop(name, None)
         return config
 
     def _process_model_before_weight_loading(
@@ -166,6 +174,17 @@ def register(auto: Any) -> None:
     auto.AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
     auto.register_quantization_config(METHOD)(DynormConfig)
     auto.register_quantizer(METHOD)(DynormQuantizer)
+
+
+def added_keys(config: object) -> dict[str, object]:
+    """Return the keys of config.json for a transformers without dynorm.
+
+    One keeps it from loading the model with norms, the other imports dynorm if the program trusts
+    the code of the folder. A class that is itself such code has its own entry.
+    """
+    if type(config).__module__.startswith("transformers."):
+        return {BARRIER: ADVICE, "auto_map": CODE_ENTRY}
+    return {BARRIER: ADVICE}
 
 
 def base_prefix(model: "PreTrainedModel") -> str:

@@ -25,11 +25,12 @@ from dynorm.arguments import require_gathered
 from dynorm.errors import ModelError, StorageError, listed, readable
 from dynorm.hub import contents, quantizer
 from dynorm.hub.quantizer import (
-    ADVICE,
-    BARRIER,
+    CODE,
+    CODE_FILE,
     DTYPE_GIVEN,
     METHOD,
     DynormConfig,
+    added_keys,
     aliases_of,
     base_prefix,
 )
@@ -189,7 +190,7 @@ def described(model: PreTrainedModel, changes: contents.Contents | None) -> Iter
         if changes is not None:
             # A dict, because transformers cannot load with a config that holds the object.
             model.config.quantization_config = config_of(model, changes).to_dict()
-            vars(model.config)["to_json_file"] = partial(_write_with_barrier, model.config)
+            vars(model.config)["to_json_file"] = partial(_write_with_keys, model.config)
             tie_aliases_(model, changes)
         yield
 
@@ -203,24 +204,37 @@ def tie_aliases_(model: PreTrainedModel, changes: contents.Contents) -> None:
         model._tied_weights_keys = dict(model._tied_weights_keys or {}) | tied
 
 
-def _write_with_barrier(config: Any, path: str, **options: object) -> None:
-    """Write config.json with the key that keeps transformers without dynorm from loading it."""
-    # transformers removes the key from the config just before it calls this function.
-    with put_back(config, "to_json_file"), put_back(config, BARRIER):
+def _write_with_keys(config: Any, path: str, **options: object) -> None:
+    """Write config.json with the keys for a transformers without dynorm, and the file they name."""
+    keys = added_keys(config)
+    # transformers removes one from the config just before it calls this function.
+    with ExitStack() as stack:
+        for name in ("to_json_file", *keys):
+            stack.enter_context(put_back(config, name))
         del vars(config)["to_json_file"]
-        vars(config)[BARRIER] = ADVICE
+        vars(config).update(keys)
         config.to_json_file(path, **options)
+    if "auto_map" in keys:
+        Path(path).with_name(CODE_FILE).write_text(CODE, encoding="utf-8")
+
+
+class ConfigReader:
+    """Reads the config of a folder whose code a program trusts: by then dynorm is imported."""
+
+    @staticmethod
+    def from_pretrained(folder: str, **options: Any) -> Any:
+        """Return the config in the class of transformers."""
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **options)
+
+    @staticmethod
+    def register_for_auto_class() -> None:
+        """Do nothing: transformers would copy the code of a class that is registered."""
 
 
 def read_transformers(folder: Path) -> nn.Module:
     """Load a directory into the class that its config.json names; errors as :func:`dynorm.load`."""
     config = contents.read_json(folder / CONFIG)
     quantization = config.get("quantization_config")
-    if "dynorm" in config:
-        raise StorageError(
-            f"{folder} must be loaded by from_pretrained, because it was saved with "
-            "remote_code=True: pass trust_remote_code=True to it"
-        )
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         raise StorageError(
             f"{folder / CONFIG} must name dynorm's layers, but does not: use from_pretrained for it"

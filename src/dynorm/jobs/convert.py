@@ -11,7 +11,7 @@ from dynorm.errors import ArgumentError, require_library
 from dynorm.jobs.checkpoint import local_source
 from dynorm.jobs.job import JobOptions, load_job
 from dynorm.jobs.stages import Data, Say, convert_in_stages_, silent
-from dynorm.jobs.write import RECIPE, require_output, require_writable_with_code, write_out
+from dynorm.jobs.write import RECIPE, require_output, write_out
 from dynorm.recipe import Recipe
 from dynorm.report import ModelReport
 
@@ -21,7 +21,6 @@ def convert_pretrained(
     out: str | Path,
     recipe: Recipe | None = None,
     *,
-    remote_code: bool = False,
     overwrite: bool = False,
     say: Say = silent,
     **options: Unpack[JobOptions],
@@ -30,8 +29,7 @@ def convert_pretrained(
 
     ``source`` is a folder, a GGUF file, or the name of a model on the hub. The folder ``out`` gets
     ``model`` (loadable), ``report.json``, ``report.html`` and ``recipe.json``. It appears as a whole
-    when all is done: an error leaves nothing behind. With ``remote_code`` the model also loads without dynorm, as in
-    :func:`dynorm.save`. ``say`` is called with a line about each stage.
+    when all is done: an error leaves nothing behind. ``say`` is called with a line about each stage.
     """
     recipe = recipe or Recipe()
     out = Path(out)
@@ -51,8 +49,6 @@ def convert_pretrained(
             )
     job = load_job(source, recipe, say, **options)
     model = job.pretrained.model
-    if remote_code:
-        require_writable_with_code(model)
     recipe = job.recipe
     assert recipe.batch is not None
     assert recipe.calibration is not None
@@ -83,7 +79,6 @@ def convert_pretrained(
         overwrite,
         report,
         recipe=recipe,
-        remote_code=remote_code,
         template="conversion.jinja",
         name=report.name,
         remarks=job.pretrained.remarks,

@@ -72,7 +72,6 @@ def write_out(
     *,
     template: str,
     recipe: Recipe | None = None,
-    remote_code: bool = False,
     **card: object,
 ) -> None:
     """Write a folder with a changed model and its report, as a whole or not at all.
@@ -85,13 +84,12 @@ def write_out(
     with replaced_directory(
         out, overwrite=overwrite or out.is_dir(), keep_others=False, markers=(REPORT,)
     ) as new:
-        loader = write_model(model, source, new / "model", remote_code=remote_code)
+        write_model(model, source, new / "model")
         write_card(
             new / "model",
             template,
-            loader=loader,
-            needs_dynorm=is_changed(model) and not remote_code,
-            needs_trust=remote_code,
+            loader=type(model).__name__,
+            needs_dynorm=is_changed(model),
             report=report,
             **card,
         )
@@ -101,49 +99,15 @@ def write_out(
             report.to_html(new / PAGE)
 
 
-def write_model(
-    model: PreTrainedModel, source: Path, folder: Path, *, remote_code: bool = False
-) -> str:
-    """Write a model with the other files of its old folder, or the tokenizer of its GGUF file.
-
-    With ``remote_code`` the model loads without dynorm. Returns the class of transformers that
-    loads it.
-    """
-    loader = type(model).__name__
-    if remote_code:
-        from dynorm.hub import save
-
-        save(model, folder, remote_code=True)
-        loader = _auto_class(folder)
-    else:
-        model.save_pretrained(os.fspath(folder))
+def write_model(model: PreTrainedModel, source: Path, folder: Path) -> None:
+    """Write a model with the other files of its old folder, or the tokenizer of its GGUF file."""
+    model.save_pretrained(os.fspath(folder))
     if source.is_file():
         from transformers import AutoTokenizer
 
         AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
     else:
         _copy_rest(source, folder)
-    return loader
-
-
-def require_writable_with_code(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot be written with its code, before it is converted."""
-    from dynorm.hub.code import require_one_dtype, stock_classes
-
-    stock_classes(model)
-    require_one_dtype(model)
-
-
-def _auto_class(folder: Path) -> str:
-    """Return the Auto class of transformers that loads a model which was saved with its code."""
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    [name] = config["architectures"]
-    loaders = []
-    for auto, target in config["auto_map"].items():
-        # A class for pretraining often loads the same as one with a plainer name.
-        if target.endswith(f".{name}") and auto != "AutoModelForPreTraining":
-            loaders.append(auto)
-    return str(loaders[0]) if loaders else "AutoModelForPreTraining"
 
 
 def write_card(folder: Path, template: str, **values: object) -> None:
@@ -151,7 +115,7 @@ def write_card(folder: Path, template: str, **values: object) -> None:
 
     The ``template`` is in ``dynorm/templates``. Its values are the model's name, report and
     remarks, the class of transformers that loads it (``loader``), and whether dynorm must be
-    imported for that (``needs_dynorm``), or code in the folder trusted (``needs_trust``).
+    imported for that (``needs_dynorm``).
     """
     card = folder / CARD
     original = folder / ORIGINAL
