@@ -16,7 +16,6 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import matplotlib
 import torch
 from matplotlib.figure import Figure
 
@@ -38,8 +37,8 @@ LABELS = {"linear": "linear", "dyt": "DyT", "dyisru": "DyISRU"}
 DAYLIGHT = COLOURS | {
     "soft": "#5c6570",
     "edge": "#c9c5bd",
-    "point": "#c3c7cc",
-    "outlier": "#8a3ffc",
+    "point": "#a4aab0",
+    "outlier": "#9a5bff",
 }
 
 
@@ -62,9 +61,7 @@ def save_picture(report: dynorm.report.InspectionReport, path: Path) -> None:
     for axes in panels[len(sites) :]:
         axes.axis("off")
     add_legend(figure)
-    # Each dot is a line of length zero, which a simplified path would lose.
-    with matplotlib.rc_context({"path.simplify": False}):
-        figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100)
 
 
 def add_legend(figure: Figure) -> None:

@@ -3,161 +3,148 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from dynorm.hub import save
-from tests.hub.folders import fresh
 from tests.hub.models import bert
 
-FIRST_LINES = {
-    "transformers first": "import transformers; import dynorm.hub",
-    "class first, and reloaded": (
-        "from transformers import BertModel; import importlib, transformers, dynorm.hub; "
-        "importlib.reload(dynorm.hub); "
-        "importlib.reload(sys.modules['dynorm.hub.transformers'])"
-    ),
-    "dynorm first, and a first import that fails": (
-        "import dynorm.hub; sys.modules['transformers.modeling_utils'] = None\n"
-        "try: from transformers import PreTrainedModel\nexcept ImportError: pass\n"
-        "del sys.modules['transformers.modeling_utils']; import transformers"
-    ),
-    "dynorm first, and reloaded": (
-        "import importlib, dynorm.hub; importlib.reload(dynorm.hub); assert 'transformers' not in "
-        "sys.modules; "
-        "import transformers"
-    ),
-}
-ORDERS = """
-# These parts of torch take half of the time to import transformers.
-import json, os, sys, torch._dynamo, torch.distributed.tensor
-for name, first_lines in json.loads(sys.argv[1]).items():
+# A process that has imported most of the modules that transformers imports, forked for each script.
+PARENT = """
+import json, os, sys, warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import huggingface_hub, scipy.optimize, torch._dynamo, torch.distributed.fsdp, torchao
+sys.path.insert(0, os.getcwd())
+for name, script in json.load(sys.stdin).items():
+    assert not {"dynorm", "transformers"} & sys.modules.keys()
     child = os.fork()
     if not child:
-        exec(first_lines)
-        model = transformers.AutoModel.from_pretrained(os.path.join(sys.argv[2], "m"))
-        assert type(model.embeddings.LayerNorm).__name__ == "DyISRU"
-        model.save_pretrained(os.path.join(sys.argv[2], name))
+        output = os.open(f"{name}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        exec(script)
+        sys.stdout.flush()
         os._exit(0)
-    print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), sep=":", flush=True)
-    assert "transformers" not in sys.modules
+    os.waitpid(child, 0)
 """
+PROGRAM = """
+import transformers
 
+def load(**options):
+    model = transformers.AutoModel.from_pretrained("m", **options)
+    print(type(model.embeddings.LayerNorm).__name__)
+    return model
 
-def test_from_pretrained_works_in_either_order(tmp_path: Path) -> None:
-    save(bert(), tmp_path / "m")
-    # One process that has imported only torch, forked for each order.
-    run = fresh(ORDERS, json.dumps(FIRST_LINES), tmp_path)
-    assert run.stdout.splitlines() == [f"{order}:0" for order in FIRST_LINES], run.stderr
-    for order in FIRST_LINES:
-        assert "dynorm" in (tmp_path / order / "config.json").read_text()
-
-
-def test_another_transformers_can_still_be_imported(tmp_path: Path) -> None:
-    (tmp_path / "transformers").mkdir()
-    (tmp_path / "transformers" / "__init__.py").write_text("__version__ = '4.0.0'")
-    (tmp_path / "transformers" / "modeling_utils.py").write_text("class PreTrainedModel: pass")
-    script = """
-import sys, warnings
-sys.path.insert(0, sys.argv[1])
+if __name__ == "__main__":
+    load().save_pretrained("again")
+"""
+# The scripts, and the end of what each prints.
+SCRIPTS = {
+    "a class of transformers first, and a reload": (
+        """
+import importlib
+from transformers import BertModel
+import program, dynorm.hub
+importlib.reload(dynorm.hub)
+importlib.reload(sys.modules["dynorm.hub.transformers"])
+program.load().save_pretrained("class first")
+""",
+        "DyISRU",
+    ),
+    "dynorm first, a reload, an import that fails, and a program that is run by its name": (
+        """
+import importlib, runpy, dynorm.hub
+importlib.reload(dynorm.hub)
+assert "transformers" not in sys.modules
+sys.modules["transformers.modeling_utils"] = None
+try:
+    from transformers import PreTrainedModel
+except ImportError:
+    del sys.modules["transformers.modeling_utils"]
+runpy.run_module("program", run_name="__main__", alter_sys=True)
+""",
+        "DyISRU",
+    ),
+    "a config before any model": (
+        """
+import dynorm
+from transformers import AutoConfig, AutoModel
+from transformers.quantizers.auto import AutoQuantizationConfig
+assert "transformers.modeling_utils" not in sys.modules
+config = AutoConfig.from_pretrained("m")
+method = AutoQuantizationConfig.from_dict(config.quantization_config)
+# transformers says that the config has one already, which it takes.
+warnings.simplefilter("ignore")
+model = AutoModel.from_pretrained("m", quantization_config=method)
+print(type(model.embeddings.LayerNorm).__name__)
+""",
+        "DyISRU",
+    ),
+    "without dynorm, and then with the code of the folder": (
+        """
+import program
+try:
+    program.load()
+except OSError as error:
+    assert "import dynorm before you load this model" in str(error)
+    program.load(trust_remote_code=True)
+""",
+        "DyISRU",
+    ),
+    "another transformers": (
+        """
+sys.path.insert(0, os.path.abspath("another"))
 import dynorm.hub
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import transformers.modeling_utils
 print(*[warning.message for warning in caught])
-"""
-    assert "dynorm is unknown to this transformers" in fresh(script, tmp_path).stdout
-
-
-def test_without_transformers_its_directories_do_not_load(tmp_path: Path) -> None:
-    save(bert(), tmp_path / "m")
-    script = """
-import sys
+""",
+        "dynorm is unknown to this transformers",
+    ),
+    "without transformers": (
+        """
 sys.modules["transformers"] = None
 from dynorm.hub import load
 try:
-    load(sys.argv[1])
+    load("m")
 except OSError as error:
     print(type(error).__name__, error)
-"""
-    assert "StorageError transformers 5 must be installed" in fresh(script, tmp_path / "m").stdout
+""",
+        "StorageError transformers 5 must be installed",
+    ),
+}
 
 
-PROGRAM = """
-import sys
-
-import transformers
-
-def load(folder, **options):
-    model = transformers.AutoModel.from_pretrained(folder, **options)
-    print(type(model.embeddings.LayerNorm).__name__, flush=True)
-
-def main():
-    load(sys.argv[1])
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-WAYS = """
-# These parts of torch take half of the time to import transformers.
-import os, runpy, sys, torch._dynamo, torch.distributed.tensor
-for number, lines in enumerate(sys.argv[2:]):
-    print(number, end=":", flush=True)
-    child = os.fork()
-    if not child:
-        exec(lines)
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        print(flush=True)
-    assert "transformers" not in sys.modules
-"""
-
-
-def ran(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python where the folder is on its path."""
-    path = os.pathsep.join([str(folder), *sys.path])
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a saved model, and the output of each script in a file."""
+    folder = tmp_path_factory.mktemp("registration")
+    save(bert(), folder / "m")
+    (folder / "program.py").write_text(PROGRAM)
+    package = folder / "another" / "transformers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("__version__ = '4.0.0'")
+    (package / "modeling_utils.py").write_text("class PreTrainedModel: pass")
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", PARENT],
+        input=json.dumps({name: script for name, (script, _) in SCRIPTS.items()}),
+        cwd=folder,
         text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": path},
+        check=True,
     )
+    return folder
 
 
-def test_programs_that_build_the_model_themselves(tmp_path: Path) -> None:
-    save(bert(), tmp_path / "m")
-    (tmp_path / "program.py").write_text(PROGRAM)
-    model = str(tmp_path / "m")
-    # Without dynorm; with it as a module, by its name; with it by its function; by trusted code.
-    ways = (
-        "runpy.run_module('program', run_name='__main__', alter_sys=True)",
-        "import dynorm; runpy.run_module('program', run_name='__main__', alter_sys=True)",
-        "import dynorm; from program import main; main()",
-        "from program import load; load(sys.argv[1], trust_remote_code=True)",
-    )
-    run = ran(tmp_path, "-c", WAYS, model, *ways)
-    assert "import dynorm before you load this model" in run.stderr
-    assert run.stdout.splitlines() == ["0:", "1:DyISRU", "2:DyISRU", "3:DyISRU"]
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_program_loads_the_layers_or_says_why_not(folder: Path, name: str) -> None:
+    assert SCRIPTS[name][1] in (folder / f"{name}.txt").read_text()
 
 
-def test_a_quantization_config_may_be_read_before_any_model_is_imported(tmp_path: Path) -> None:
-    save(bert(), tmp_path / "m")
-    script = """
-import sys, warnings, dynorm
-# transformers says that the config has one already, which it takes.
-warnings.simplefilter("ignore")
-from transformers import AutoConfig, AutoModel
-from transformers.quantizers.auto import AutoQuantizationConfig
-assert "transformers.modeling_utils" not in sys.modules
-config = AutoConfig.from_pretrained(sys.argv[1])
-method = AutoQuantizationConfig.from_dict(config.quantization_config)
-model = AutoModel.from_pretrained(sys.argv[1], quantization_config=method)
-print(type(model.embeddings.LayerNorm).__name__)
-"""
-    run = fresh(script, tmp_path / "m", check=False)
-    assert run.stdout.split() == ["DyISRU"], run.stderr
+def test_each_order_of_imports_writes_the_layers_too(folder: Path) -> None:
+    for again in ("class first", "again"):
+        assert "dynorm" in (folder / again / "config.json").read_text()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dynorm import calibrate_, convert_, find_norms
 from dynorm.report import ModelReport, measure
 
-WIDTH = 32
+WIDTH = 16
 VOCABULARY = 97
 
 
@@ -29,7 +29,7 @@ def toy(width: int = WIDTH) -> nn.Module:
 
 def toy_batches(count: int = 3, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [3 * torch.randn(50, 8, generator=generator) for _ in range(count)]
+    return [3 * torch.randn(40, 8, generator=generator) for _ in range(count)]
 
 
 def bert(name: str = "BertModel") -> nn.Module:

@@ -115,13 +115,11 @@ class TestSites:
         assert "1 norm replaced" in report.title()
         assert "1 kept" in report.title()
 
-    def test_witnesses_and_their_gains(self) -> None:
+    def test_witnesses(self) -> None:
         original = toy()
         model = converted(original, toy_batches(), witnesses=(2, 5))
         for site in measure(model, toy_batches(), original=original).sites:
-            layer = model.get_submodule(site.path)
             assert site.witnesses == (2, 5)
-            assert site.gains == pytest.approx(layer.log_gain.detach().exp().tolist())
 
     def test_a_norm_in_place_of_the_layer_loses_nothing(self) -> None:
         original = bert()
@@ -250,8 +248,7 @@ def test_default_constants_are_warned_of() -> None:
     model = copy.deepcopy(original)
     dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
     with pytest.warns(dynorm.errors.CalibrationWarning, match="default constants"):
-        report = measure(model, toy_batches(), original=original)
-    assert "call dynorm.calibrate_" in report.verdict()
+        measure(model, toy_batches(), original=original)
 
 
 def test_a_layer_of_the_original_has_no_row() -> None:
@@ -282,15 +279,13 @@ def test_a_batch_without_samples_changes_nothing() -> None:
 
 
 class TestForms:
-    def test_a_report_is_saved_as_json_and_read_back(self) -> None:
+    def test_a_report_is_plain_json_without_points(self) -> None:
         report = toy_report(meta={"loss": math.nan, "seeds": (1, 2)})
         values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
         assert values["meta"] == {"loss": None, "seeds": [1, 2]}
         assert "picture" not in values["sites"][0]
-        again = ModelReport.from_dict(values)
-        assert again.to_dict() == values
-        assert again.output == report.output
-        assert again.sites[0].core == report.sites[0].core
+        assert values["sites"][0]["core"]["errors"] == report.sites[0].core.errors
+        assert values["output"]["error"] == report.output.error
 
     def test_a_language_models_losses_are_printed(self) -> None:
         original = gpt()

@@ -27,7 +27,6 @@ def test_the_papers_simulation_through_a_model() -> None:
     norm = nn.LayerNorm(100, eps=0.0, elementwise_affine=False).double()
     site = NormSite("0", kind="layernorm", normalized_shape=(100,))
     (row,) = dynorm.inspect_norms(nn.Sequential(norm), [rows], sites=[site]).sites
-    assert row.holds
     assert row.ratio > 10
     # The outliers' own constant: alpha is the paper's.
     assert row.outliers.betas["dyisru"] == pytest.approx(
@@ -45,7 +44,7 @@ def test_where_all_tokens_are_alike_a_straight_line_is_the_norm() -> None:
     (row,) = report.sites
     assert row.core.errors["linear"] < 1e-3 < row.core.errors["dyisru"]
     assert row.sigma_spread <= 1e-6
-    assert "loses little at every norm" in str(report)
+    assert "loses little at 1 of 1 norm" in str(report)
 
 
 def test_norms_are_found_and_the_model_stays_as_it_was() -> None:
@@ -54,14 +53,49 @@ def test_norms_are_found_and_the_model_stays_as_it_was() -> None:
     state = torch.get_rng_state()
     report = dynorm.inspect_norms(model, iter(toy_batches()))
     assert [(row.path, row.kind, row.channels, row.tokens) for row in report.sites] == [
-        ("1", "layernorm", 32, 150),
-        ("4", "rmsnorm", 32, 150),
+        ("1", "layernorm", 16, 120),
+        ("4", "rmsnorm", 16, 120),
     ]
     assert report.batches == 3
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(module.training and not module._forward_hooks for module in model.modules())
     assert torch.equal(torch.get_rng_state(), state)
     assert dynorm.inspect_norms(model, toy_batches()) == report
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_the_largest_token_and_its_channel(kind: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 6, 9, 24, generator=generator, dtype=torch.float64)
+    # In each text the first token is large in one channel, and its last place is padding.
+    x[:, :, 0, 5] = 100 + 50 * torch.rand(4, 6, generator=generator, dtype=torch.float64)
+    x[:, :, -1] = 1e4
+    mask = torch.ones(6, 9).long()
+    mask[:, -1] = 0
+    model = Masked(kind(24).double())
+    batches = [{"x": part, "attention_mask": mask} for part in x]
+    report = dynorm.inspect_norms(model, batches)
+    (row,) = report.sites
+    tokens = x[:, :, :-1].reshape(-1, 24)
+    deviation = tokens - tokens.mean(1, keepdim=True) if kind is nn.LayerNorm else tokens
+    sigma = deviation.square().mean(1).sqrt()
+    squares = deviation[sigma.argmax()].square()
+    assert row.largest == pytest.approx(float(sigma.max() / sigma.log().mean().exp()), rel=1e-4)
+    assert row.channel == 5
+    assert row.share == pytest.approx(float(squares[5] / squares.sum()), rel=1e-5)
+    assert row.massive
+    assert 0.8 < row.explained[1] <= row.explained[4] <= 1
+    words = " ".join(str(report).split())
+    assert "Massive activations at 1 of 1 norm, in channel 5." in words
+    assert "witnesses=4 would help" in words
+    assert set(json.loads(json.dumps(report.to_dict()))["sites"][0]["explained"]) == {"1", "4"}
+
+
+def test_without_large_tokens() -> None:
+    x = torch.randn(64, 24, generator=torch.Generator().manual_seed(0))
+    report = dynorm.inspect_norms(nn.Sequential(nn.LayerNorm(24)), [x])
+    assert not report.sites[0].massive
+    assert "No massive activations" in str(report)
 
 
 @pytest.mark.parametrize(("channels", "count"), [(2, 1), (2, 5), (3, 1), (9, 3)])
@@ -76,6 +110,15 @@ def test_small_inputs_give_finite_figures(channels: int, count: int) -> None:
     assert str(report)
 
 
+class Masked(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.norm(x) * attention_mask[..., None]
+
+
 class Never(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +130,7 @@ class Never(nn.Module):
 
 class TestRefusals:
     def test_models_without_norms(self) -> None:
-        with pytest.raises(dynorm.errors.ModelError, match=r"LayerNorm.*RMSNorm"):
+        with pytest.raises(dynorm.errors.ModelError, match="must have norms to inspect"):
             dynorm.inspect_norms(nn.Linear(8, 8), [torch.randn(2, 8)])
         model = toy()
         dynorm.convert_(model, dynorm.find_norms(model, toy_batches()[0]))
@@ -116,7 +159,7 @@ def test_the_forms_of_a_report(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = dynorm.inspect_norms(toy(), toy_batches(), meta={"model": "<b>toy</b>"})
     values = json.loads(json.dumps(report.to_dict()))
-    assert values["sites"][0]["outliers"] == report.sites[0].to_dict()["outliers"]
+    assert values["sites"][0]["outliers"]["errors"] == report.sites[0].outliers.errors
     assert str(report).startswith("<b>toy</b>: 2 norms")
     report.to_html(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text("utf-8")

@@ -97,7 +97,7 @@ def test_other_outputs_are_compared_as_vectors() -> None:
     out = compare(model, original, batches)
     cosines = nn.functional.cosine_similarity(before, after, dim=1)
     error = (after - before).norm() / (before - before.mean(0)).norm()
-    assert (out.kind, out.samples, out.spearman) == ("tensor", 150, None)
+    assert (out.kind, out.samples, out.spearman) == ("tensor", 120, None)
     assert out.cosine_mean == pytest.approx(float(cosines.mean()), abs=1e-6)
     assert out.error == pytest.approx(float(error), rel=1e-5)
     assert compare(model, original, [x[:1]]).error is None
@@ -128,16 +128,17 @@ def test_spearman_with_ties_is_scipys(seed: int) -> None:
     assert average_ranks(torch.tensor(a)).tolist() == stats.rankdata(a).tolist()
 
 
-def test_pairs_of_samples() -> None:
+def test_pairs_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     assert spearman(torch.ones(5), torch.arange(5.0)) is None
     assert pairs_alike(torch.eye(2), torch.eye(2)) == (None, None)
     # More samples than are compared.
-    a = normalize(torch.randn(2500, 3, generator=torch.Generator().manual_seed(0)), dim=1)
+    monkeypatch.setattr("dynorm.report.output._MOST_PAIRED", 400)
+    a = normalize(torch.randn(500, 3, generator=torch.Generator().manual_seed(0)), dim=1)
     assert pairs_alike(a, a) == (pytest.approx(1.0), 1)
     correlation, neighbours = pairs_alike(a, a.flip(0))
     assert correlation == pytest.approx(0.0, abs=0.1)
     assert neighbours is not None
-    assert neighbours < 0.01
+    assert neighbours < 0.05
     # The second has the first next to it, then the third: no sample is its own neighbour.
     angles = torch.tensor([[0.0, 1.0, 3.0, 3.5], [0.0, 2.0, 3.0, 3.5]])
     before, now = torch.stack([angles.cos(), angles.sin()], dim=-1)

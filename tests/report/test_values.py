@@ -18,10 +18,11 @@ def test_a_reservoir_is_a_uniform_sample_of_pairs() -> None:
     for start in range(0, 10_000, 500):
         x = torch.arange(start, start + 500.0)
         reservoir.add(x, -x)
-    assert len(set(reservoir.x.tolist())) == 500
-    assert torch.equal(reservoir.y, -reservoir.x)
-    assert float(reservoir.x.mean()) == pytest.approx(5000, abs=400)
-    assert 180 < int((reservoir.x < 5000).sum()) < 320
+    x, y = reservoir.pairs
+    assert len(set(x.tolist())) == 500
+    assert torch.equal(y, -x)
+    assert float(x.mean()) == pytest.approx(5000, abs=400)
+    assert 180 < int((x < 5000).sum()) < 320
 
 
 @pytest.mark.parametrize("name", list(FUNCTIONS))

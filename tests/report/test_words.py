@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynorm.report import ModelReport, OutputReport
-from dynorm.report.words import about_sites, about_steps, dependence
+from dynorm.report.words import about_sites, dependence
 from tests.report.cases import toy_report
 
 
@@ -63,12 +63,10 @@ def test_the_verdict_says_what_was_lost_and_what_to_do_next(
         figures = figures | {"loss_difference": figures["loss_now"] - figures["loss_original"]}
     output = OutputReport(**figures, samples=10, cosine_min=0.5)
     is_good = words.startswith(("Little", "The model differs"))
-    stray = report.stray()
-    assert stray is not None
     nexts: list[tuple[dict[str, Any], str]] = [
         ({}, "unless you already have, or give the layers a few named channels"),
         ({"calibrate": {}}, "distil it"),
-        ({"distill": {}}, f"distil longer, or keep the norm at {stray.path}"),
+        ({"distill": {}}, "distil longer, or keep the norms of the largest errors"),
     ]
     for stages, todo in nexts:
         meta = {"stages": stages, "worst_sample": "a text"}
@@ -90,17 +88,14 @@ def test_the_loss_without_training_and_distilled_are_side_by_side(report: ModelR
     table = both.stages()
     assert table is not None
     assert [row[:3] for row in table.cells()] == [
-        ["without training", "0.850", "0.800"],
+        ["without training", "0.810", "0.700"],
+        ["refined", "0.850", "0.800"],
         ["distilled", "0.980", "–"],
     ]
     assert str(table) in str(both)
-    assert "By the distillation" not in both.verdict()
-    worse = staged(calibrate=calibrated, distill={"cosine_mean": 0.7})
-    assert "the mean cosine went from 0.810 to 0.700" in worse.verdict()
     back = staged(calibrate=calibrated, distill={"cosine_mean": 0.7})
     back.meta["stages"]["distill"]["kept"] = False
     assert "distilled, not kept" in str(back)
-    assert "By the distillation" not in back.verdict()
     assert replace(report, meta={}).stages() is None
 
 
@@ -112,22 +107,6 @@ def test_sites_that_stand_out_are_to_be_kept() -> None:
     sentence = about_sites(errors([0.1, 0.12, 0.1, 0.44, 0.09, 0.3]))
     assert "norm3 (0.440), norm5 (0.300)" in sentence
     assert "to={'norm3': None, 'norm5': None, '*': 'dyisru'}" in sentence
-    assert "the largest error is 0.150, at norm2" in about_sites(errors([0.1, 0.12, 0.15]))
     # Small errors do not matter, however different they are.
-    assert "No site stands out" in about_sites(errors([0.01, 0.01, 0.09]))
-    assert about_sites(errors([0.1])) == ""
-
-
-@pytest.mark.parametrize(
-    ("losses", "words"),
-    [
-        ([-0.1 * n for n in range(20)], "more steps would probably help"),
-        ([1 / 2**n for n in range(20)], "more steps would hardly help"),
-        ([0.1 * n for n in range(20)], "did not fall"),
-        # A single batch is far off.
-        ([1.0 - 0.01 * n + 6.0 * (n == 56) for n in range(60)], "would probably help"),
-    ],
-)
-def test_the_curve_says_whether_more_steps_would_help(losses: list[float], words: str) -> None:
-    assert words in about_steps({"losses": list(enumerate(losses))})
-    assert about_steps({"losses": list(enumerate(losses[:5]))}) == ""
+    for alike in ([0.1, 0.12, 0.15], [0.01, 0.01, 0.09], [0.1], []):
+        assert about_sites(errors(alike)) == ""

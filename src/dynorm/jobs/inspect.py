@@ -38,5 +38,4 @@ def inspect_pretrained(
         job.batches(held_out),
         seed=recipe.seed,
         meta=meta,
-        decode=getattr(job.pretrained.tokenizer, "convert_ids_to_tokens", None),
     )

@@ -134,10 +134,9 @@ class Job:
         prompts = [block[:prompt_tokens] for block in self.inputs.held_out[:_PROMPTS]]
         before = self.pretrained.greedy(original, prompts, new_tokens)
         after = self.pretrained.greedy(self.pretrained.model, prompts, new_tokens)
-        same = (before == after).float().mean(1).tolist()
         decode = self.pretrained.tokenizer.decode
         return [
-            Continuation(decode(prompt), decode(before[i]), decode(after[i]), same[i])
+            Continuation(decode(prompt), decode(before[i]), decode(after[i]))
             for i, prompt in enumerate(prompts)
         ]
 

@@ -11,7 +11,8 @@ from dynorm.replace import ConversionReport
 from dynorm.report.conversion import measure
 from dynorm.report.inspection import inspect_norms
 from dynorm.report.output import OutputReport
-from dynorm.report.records import InspectedSite, InspectionReport, ModelReport, SiteReport
+from dynorm.report.records import InspectedSite, SiteReport
+from dynorm.report.reports import InspectionReport, ModelReport
 
 __all__ = [
     "CalibrationReport",

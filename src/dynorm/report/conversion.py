@@ -1,21 +1,23 @@
 """Measure the loss of a converted model on held-out data: of each site, and of its output."""
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynorm.batches import Batch, call, iterate
+from dynorm.batches import Batch, iterate
 from dynorm.errors import ModelError
 from dynorm.family import NAMES
 from dynorm.guard import hooked, require_plain_model, undisturbed
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.converted import require_layers, warn_of_defaults
-from dynorm.replace.original import run_norms
-from dynorm.report.output import OutputComparison, OutputReport
-from dynorm.report.records import ModelReport, SiteReport
+from dynorm.report.output import OutputComparison, OutputReport, both_outputs
+from dynorm.report.records import SiteReport
+from dynorm.report.reports import ModelReport
 from dynorm.report.values import NormStats, reached_sites, with_sites
 from dynorm.site import NormSite
 from dynorm.wrappers import plain_modules, without_wrappers
@@ -80,144 +82,115 @@ def measure(
     """
     require_plain_model(model)
     require_plain_model(original)
-    require_layers(model)
-    default = warn_of_defaults(model)
+    layers = require_layers(model)
+    warn_of_defaults(model)
     sites, remaining = with_sites(original, iterate(batches), sites)
-    measurement = _Measurement(model, original, sites, OutputComparison(output), seed)
+    paired, left = _paired(layers, original, sites, seed)
+    comparison = OutputComparison(original, output)
     with undisturbed(nn.ModuleList([model, original]), evaluate=True):
         for batch in remaining:
-            measurement.add(batch)
-    facts = dict(meta or {})
-    if default:
-        facts["default_constants"] = len(default)
-    return measurement.report(facts)
+            with _watched(paired, batch):
+                before, after = both_outputs(original, model, batch)
+            comparison.add(batch, before, after)
+    # A folded model has no site to compare, but an output.
+    reached = reached_sites(paired, "converted norm") if paired else []
+    return ModelReport(
+        model=type(model).__name__,
+        sites=[stats.report() for stats in reached],
+        output=comparison.report(),
+        batches=comparison.batches,
+        kept=_kept(model, sites),
+        left=left,
+        unreached=[stats.site.path for stats in paired if not stats.tokens],
+        meta=dict(meta or {}),
+    )
 
 
-def compare(
-    model: nn.Module,
-    original: nn.Module,
-    batches: Iterable[Batch],
-) -> OutputReport:
+def compare(model: nn.Module, original: nn.Module, batches: Iterable[Batch]) -> OutputReport:
     """Compare the outputs of a model and its original on all batches; neither is changed."""
-    comparison = OutputComparison()
-
-    def run_original(batch: Batch) -> object:
-        return call(original, batch)
-
-    with undisturbed(model, evaluate=True), undisturbed(original, evaluate=True):
+    comparison = OutputComparison(original)
+    with undisturbed(nn.ModuleList([model, original]), evaluate=True):
         for batch in iterate(batches):
-            before = run_original(batch)
-            comparison.add(batch, before, call(model, batch), run_original)
+            comparison.add(batch, *both_outputs(original, model, batch))
     return comparison.report()
 
 
-class _Measurement:
-    """Runs the original and the converted model on each batch, and watches norms and layers."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        original: nn.Module,
-        sites: Sequence[NormSite],
-        comparison: OutputComparison,
-        seed: int,
-    ) -> None:
-        self.model = model
-        self.original = original
-        self.sites = sites
-        self.comparison = comparison
-        self.stats: dict[nn.Module, _LayerStats] = {}  # by the norm of the original
-        self.left: list[str] = []
-        self._pair_layers(seed)
-
-    def _pair_layers(self, seed: int) -> None:
-        """Find the norm of each layer at the same path of the original."""
-        modules = plain_modules(self.original, remove_duplicate=False)
-        site_at = {path: site for site in self.sites for path in (site.path, *site.aliases)}
-        converted = []
-        layers = require_layers(self.model)
-        for full_path, layer in layers.items():
-            path = without_wrappers(full_path)
-            if path not in modules:
-                raise ModelError(
-                    f"original must be the model before convert_, but has no {path!r}: pass a "
-                    "model of the same class"
-                )
-            norm = modules[path]
-            site = site_at.get(path)
-            is_folded = layer.weight is None and any(True for _ in norm.parameters())
-            if isinstance(norm, PointwiseNorm):
-                converted.append(path)
-            if site is None or site.refused is not None or is_folded:
-                self.left.append(path)
-            else:
-                self.stats[norm] = _LayerStats(site, layer, seed + 2 * site.order)
-        if len(converted) == len(layers):
+def _paired(
+    layers: Mapping[str, PointwiseNorm],
+    original: nn.Module,
+    sites: Sequence[NormSite],
+    seed: int,
+) -> tuple[list["_LayerStats"], list[str]]:
+    """Return the statistics of each layer with its norm, and the paths of the other layers."""
+    modules = plain_modules(original, remove_duplicate=False)
+    site_at = {path: site for site in sites for path in (site.path, *site.aliases)}
+    paired = []
+    left = []
+    for full_path, layer in layers.items():
+        path = without_wrappers(full_path)
+        norm = modules.get(path)
+        if norm is None:
             raise ModelError(
-                f"original must be the model before convert_, but its {converted[0]!r} is "
-                "converted already: pass a copy that was made before, or load it again"
+                f"original must be the model before convert_, but has no {path!r}: pass a "
+                "model of the same class"
             )
-
-    def add(self, batch: Batch) -> None:
-        """Add a batch."""
-        stats_of = {stats.layer: stats for stats in self.stats.values()}
-        # The norms' outputs that no layer's output was compared with yet, in call order.
-        pending: dict[nn.Module, list[Tensor]] = defaultdict(list)
-
-        def see_norm(norm: nn.Module, x: Tensor, y: Tensor) -> None:
-            stats = self.stats[norm]
-            stats.see(x, batch)
-            # A copy, because the model may later write into its own tensor.
-            pending[stats.layer].append(stats.tokens_of(y, batch).clone())
-
-        def see_layer(layer: PointwiseNorm, _: object, y: Tensor) -> None:
-            stats = stats_of[layer]
-            outputs = stats.tokens_of(y, batch)
-            if pending[layer]:
-                targets = pending[layer].pop(0)
-                if targets.shape == outputs.shape:
-                    stats.compare(outputs, targets)
-
-        def run_original(changed: Batch) -> object:
-            return run_norms(self.original, (), changed, see_norm)
-
-        before = run_norms(self.original, self.stats, batch, see_norm)
-        with hooked(stats_of, see_layer):
-            after = call(self.model, batch)
-        self.comparison.add(batch, before, after, run_original)
-
-    def report(self, meta: dict[str, object]) -> ModelReport:
-        """Return the report, with the sites in call order."""
-        all_stats = self.stats.values()
-        # A folded model has no site to compare, but an output.
-        reached = reached_sites(all_stats, "converted norm") if all_stats else []
-        return ModelReport(
-            model=type(self.model).__name__,
-            sites=[stats.report() for stats in reached],
-            output=self.comparison.report(),
-            batches=self.comparison.batches,
-            kept=self._kept(),
-            left=self.left,
-            unreached=[stats.site.path for stats in all_stats if not stats.tokens],
-            meta=meta,
+        site = site_at.get(path)
+        is_folded = layer.weight is None and any(True for _ in norm.parameters())
+        if site is None or site.refused is not None or is_folded:
+            left.append(path)
+        else:
+            paired.append(_LayerStats(site, norm, layer, seed + 2 * site.order))
+    if all(isinstance(modules[without_wrappers(path)], PointwiseNorm) for path in layers):
+        raise ModelError(
+            f"original must be the model before convert_, but its {left[0]!r} is "
+            "converted already: pass a copy that was made before, or load it again"
         )
+    return paired, left
 
-    def _kept(self) -> list[str]:
-        """Return the paths of the original's norms that the model still has."""
-        modules = plain_modules(self.model, remove_duplicate=False)
-        kept = []
-        for site in self.sites:
-            module = modules.get(site.path)
-            if module is not None and not isinstance(module, (PointwiseNorm, nn.Identity)):
-                kept.append(site.path)
-        return kept
+
+@contextmanager
+def _watched(paired: Sequence["_LayerStats"], batch: Batch) -> Iterator[None]:
+    """Add the inputs and outputs of all norms and layers, while both models run on a batch."""
+    by_norm = {stats.norm: stats for stats in paired}
+    by_layer = {stats.layer: stats for stats in paired}
+    # The norms' outputs that no layer's output was compared with yet, in call order.
+    pending: dict[nn.Module, list[Tensor]] = defaultdict(list)
+
+    def see_norm(norm: nn.Module, args: Any, kwargs: Mapping[str, Any], y: Tensor) -> None:
+        stats = by_norm[norm]
+        stats.see(next(iter([*args, *kwargs.values()])), batch)
+        # A copy, because the model may later write into its own tensor.
+        pending[stats.layer].append(stats.tokens_of(y, batch).clone())
+
+    def see_layer(layer: PointwiseNorm, _: object, y: Tensor) -> None:
+        stats = by_layer[layer]
+        outputs = stats.tokens_of(y, batch)
+        if pending[layer]:
+            targets = pending[layer].pop(0)
+            if targets.shape == outputs.shape:
+                stats.compare(outputs, targets)
+
+    with hooked(by_norm, see_norm, with_kwargs=True), hooked(by_layer, see_layer):
+        yield
+
+
+def _kept(model: nn.Module, sites: Sequence[NormSite]) -> list[str]:
+    """Return the paths of the original's norms that the model still has."""
+    modules = plain_modules(model, remove_duplicate=False)
+    kept = []
+    for site in sites:
+        module = modules.get(site.path)
+        if module is not None and not isinstance(module, (PointwiseNorm, nn.Identity)):
+            kept.append(site.path)
+    return kept
 
 
 class _LayerStats(NormStats):
     """The statistics of a norm, and the error of the layer that replaced it."""
 
-    def __init__(self, site: NormSite, layer: PointwiseNorm, seed: int) -> None:
+    def __init__(self, site: NormSite, norm: nn.Module, layer: PointwiseNorm, seed: int) -> None:
         super().__init__(site, seed)
+        self.norm = norm
         self.layer = layer
         self._compared = 0
         self._residual = 0.0
@@ -236,17 +209,12 @@ class _LayerStats(NormStats):
     def report(self) -> SiteReport:
         """Return the row."""
         layer = self.layer
-        gains: tuple[float, ...] = ()
-        if layer.log_gain is not None:
-            gains = tuple(layer.log_gain.detach().double().exp().tolist())
         return SiteReport(
             **self.figures(),
             layer=NAMES.get(type(layer), type(layer).__name__),
             error_now=self._error(),
             beta=float(layer.beta().detach().median()),
-            center=None if layer.center is None else float(layer.center.detach().median()),
             witnesses=layer.witness_channels,
-            gains=gains,
             annealing=isinstance(layer, AnnealedNorm) and layer.position < 1,
         )
 
@@ -256,5 +224,4 @@ class _LayerStats(NormStats):
         spread -= float(self._target_sum.square().sum()) / max(self._compared, 1)
         if not spread > 0:
             return None
-        error: float = (self._residual / spread) ** 0.5
-        return error
+        return math.sqrt(self._residual / spread)

@@ -1,20 +1,22 @@
 """Look at the norms of a model before they are replaced: outliers, curves, sizes of tokens."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dynorm.batches import Batch, iterate
-from dynorm.errors import ModelError
+from dynorm.errors import ModelError, listed
+from dynorm.fit.witnesses import TokenScales
 from dynorm.guard import require_plain_model, undisturbed
 from dynorm.replace.original import run_norms
-from dynorm.report.records import InspectedSite, InspectionReport
-from dynorm.report.sizes import SizeStats, token_places
-from dynorm.report.values import NormStats, normalized, reached_sites, with_sites
+from dynorm.report.records import InspectedSite
+from dynorm.report.reports import InspectionReport
+from dynorm.report.values import NormStats, reached_sites, with_sites
 from dynorm.site import NormSite
+
+# The most channels that are tried to explain the sizes of tokens.
+_MOST = 4
 
 
 def inspect_norms(
@@ -24,15 +26,14 @@ def inspect_norms(
     sites: Sequence[NormSite] | None = None,
     seed: int = 0,
     meta: Mapping[str, object] | None = None,
-    decode: Callable[[int], str] | None = None,
 ) -> InspectionReport:
     """Look at every norm of a model on its own activations, before anything is replaced.
 
     A line, DyT and DyISRU, each with one constant per site, are fitted by least squares to a sample
     of the values of each norm, and to the outliers among them as in section 4 of the paper. The
     outlier of a token is its channel farthest from the mean. The report also says whether the model
-    has massive activations: which tokens are the largest, in which channel, and how much of the
-    variation of the tokens' sizes one, two and four channels explain. It ends with advice on strict
+    has massive activations: how large the largest token is, in which channel, and how much of the
+    variation of the tokens' sizes one and four channels explain. It ends with advice on strict
     layers, of which each value depends on its own channel.
 
     Memory is that of one batch plus a fixed amount per site. The model runs in eval mode, without
@@ -45,7 +46,6 @@ def inspect_norms(
             first batch.
         seed: seed of the samples.
         meta: facts to show with the figures.
-        decode: a function from a number of ``input_ids`` to its text, to name the largest tokens.
 
     Returns:
         A report with one row per site.
@@ -78,7 +78,7 @@ def inspect_norms(
             measured += 1
     return InspectionReport(
         model=type(model).__name__,
-        sites=[stats.report(decode) for stats in reached_sites(watched.values(), "norm")],
+        sites=[stats.report() for stats in reached_sites(watched.values(), "norm")],
         batches=measured,
         refused={site.path: site.refused for site in sites if site.refused is not None},
         unreached=[stats.site.path for stats in watched.values() if not stats.tokens],
@@ -87,51 +87,55 @@ def inspect_norms(
 
 
 class _InspectedStats(NormStats):
-    """The statistics of a norm, with the sizes of its tokens."""
+    """The statistics of a norm, with its largest token and the channels that explain the sizes."""
 
     def __init__(self, site: NormSite, seed: int) -> None:
         super().__init__(site, seed)
-        self._sizes = SizeStats(site)
+        self._scales = TokenScales(site.kind or "layernorm", site.eps, _MOST, least=0.0)
+        # Of the largest token: sigma, and the squares of the core.
+        self._sigma = 0.0
+        self._squares = torch.zeros(1, dtype=torch.float64, device="cpu")
 
-    def see(self, x: Tensor, batch: Batch) -> None:
-        super().see(x, batch)
-        tokens = self.tokens_of(x, batch)
-        if not len(tokens):
-            return
-        sigma, y = normalized(self.site, tokens)
-        places = token_places(self.site, x, batch)
-        if places is None:
-            places = torch.full((len(tokens), 2), -1, device="cpu")
-        self._sizes.add(tokens, sigma, y, places)
+    def add(self, x: Tensor, sigma: Tensor, y: Tensor) -> None:
+        super().add(x, sigma, y)
+        self._scales.update(x)
+        largest, row = sigma.max(0)
+        if float(largest) > self._sigma:
+            self._sigma = float(largest)
+            self._squares = y[row].double().square()
 
-    def report(self, decode: Callable[[int], str] | None) -> InspectedSite:
-        """Return the row of the report, with the texts of the largest tokens from ``decode``."""
-        sizes = self._sizes.report(self.typical_sigma)
-        tokens = []
-        for token in sizes.tokens:
-            if decode is not None and isinstance(token.token, int):
-                token = replace(token, token=decode(token.token))
-            tokens.append(token)
-        return InspectedSite(**self.figures(), sizes=replace(sizes, tokens=tuple(tokens)))
+    def report(self) -> InspectedSite:
+        """Return the row of the report."""
+        shares = self._squares / self._squares.sum().clamp_min(1e-300)
+        channel = int(shares.argmax())
+        explained = self._scales.choose().explained
+        # Fewer channels may be chosen.
+        by_count = {count: max(explained[: count + 1][-1], 0.0) for count in (1, _MOST)}
+        return InspectedSite(
+            **self.figures(),
+            largest=self._sigma / self.typical_sigma,
+            channel=channel,
+            share=float(shares[channel]),
+            explained=by_count,
+        )
 
 
 def _watched(
     model: nn.Module, sites: Sequence[NormSite], seed: int
 ) -> dict[nn.Module, _InspectedStats]:
-    """Return the statistics of each norm of more than one channel, by its module."""
+    """Return the statistics of each norm, by its module."""
     modules = dict(model.named_modules(remove_duplicate=False))
     watched = {}
     for site in sites:
-        if site.refused is not None or math.prod(site.normalized_shape) == 1:
+        if site.refused is not None:
             continue
         if site.path not in modules:
             raise ModelError(f"the sites must be those of this model, but it has no {site.path!r}")
         watched[modules[site.path]] = _InspectedStats(site, seed + 2 * site.order)
     if not watched:
-        reasons = "; ".join(f"{site.path}: {site.refused}" for site in sites[:3] if site.refused)
-        details = f" ({reasons})" if reasons else ""
-        raise ModelError(
-            f"the model must have a LayerNorm or RMSNorm to inspect, but has none{details}: "
-            "a converted model has lost its norms, inspect the original"
+        reasons = [f"{site.path} ({site.refused})" for site in sites]
+        why = (
+            listed(reasons) if reasons else "a converted model has lost them, inspect the original"
         )
+        raise ModelError(f"the model must have norms to inspect, but has none: {why}")
     return watched

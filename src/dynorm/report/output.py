@@ -1,17 +1,17 @@
 """How far apart the outputs of two models are: embeddings, next-token losses, or tensors."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from dynorm.batches import Batch, token_masks
+from dynorm.batches import Batch, call, token_masks
 from dynorm.errors import DataError
+from dynorm.guard import undisturbed
 from dynorm.outputs import output_tensor, predicted_ids, require_floating, sample_vectors, unpadded
 
 Kind = Literal["encoder", "language", "tensor"]
@@ -21,12 +21,7 @@ _MOST_PAIRED = 2000
 # How far rounding may move the logits before an exchanged token, relative to the largest logit.
 _CAUSAL_TOLERANCE = 1e-5
 # The figures of next tokens, fields of OutputReport.
-_PREDICTED = (
-    "loss_original",
-    "loss_now",
-    "kl",
-    "agreement",
-)
+_PREDICTED = ("loss_original", "loss_now", "kl", "agreement")
 
 
 @dataclass(frozen=True)
@@ -83,27 +78,26 @@ class OutputComparison:
     ``pick`` returns the tensor to compare; None takes that of :func:`output_tensor`.
     """
 
-    def __init__(self, pick: Callable[[Any], Tensor] | None = None) -> None:
+    def __init__(self, original: nn.Module, pick: Callable[[Any], Tensor] | None = None) -> None:
+        self._original = original
         self._pick = pick
         self.kind: Kind | None = None
         self.batches = 0
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._cosines: list[Tensor] = []
-        # By the length of a sample.
-        self._errors: dict[int, _TensorSums] = defaultdict(_TensorSums)
-        self._tokens = 0
-        # The sums of the figures of _PREDICTED.
-        self._predicted = torch.zeros(len(_PREDICTED), dtype=torch.float64, device="cpu")
-        self._worst_divergence = 0.0
+        # The sums behind the error of a tensor: of the squared error, the original and its square.
+        self._error_square = 0.0
+        self._sum: Tensor | float = 0.0
+        self._square = 0.0
+        self._lengths: set[int] = set()
+        # For each next token the figures of _PREDICTED.
+        self._predicted: list[Tensor] = []
         self._same_class: list[Tensor] = []
 
-    def add(
-        self, batch: Batch, original: object, now: object, run_original: Callable[[Batch], object]
-    ) -> None:
+    def add(self, batch: Batch, original: object, now: object) -> None:
         """Add a batch with the outputs of both models.
 
-        At the first batch, ``run_original`` may run the original on a changed copy of it, to see
-        whether the model is causal.
+        At the first batch the original runs on a changed copy of it, to see whether it is causal.
         """
         name, before = self._named_tensor(original, batch)
         _, after = self._named_tensor(now, batch)
@@ -115,7 +109,7 @@ class OutputComparison:
                 "model?"
             )
         if self.kind is None:
-            self.kind = self._kind(batch, name, before, run_original)
+            self.kind = self._kind(batch, name, before)
         pooled = self.kind == "encoder"
         a = sample_vectors(before, batch, pooled=pooled)
         b = sample_vectors(after, batch, pooled=pooled)
@@ -129,14 +123,14 @@ class OutputComparison:
         # Two equal zero vectors have no direction, but nothing was lost.
         cosines = cosine_similarity(a, b, dim=1).where((a != b).any(1), 1.0)
         self._cosines.append(cosines.cpu())
-        if self.kind == "encoder":
+        if pooled:
             self._kept.append((a.cpu(), b.cpu()))
         elif self.kind == "language":
             self._add_predictions(batch, before, after)
         else:
             if name == "logits" and before.ndim == 2 and before.shape[1] > 1:
                 self._same_class.append((before.argmax(1) == after.argmax(1)).cpu())
-            self._errors[a.shape[1]].add(a.cpu().double(), b.cpu().double())
+            self._add_error(a.cpu().double(), b.cpu().double())
 
     def report(self) -> OutputReport:
         """Return the figures of all batches so far."""
@@ -153,14 +147,17 @@ class OutputComparison:
         if self._same_class:
             figures["agreement"] = float(torch.cat(self._same_class).double().mean())
         # Samples of several lengths have no common mean.
-        if len(self._errors) == 1:
-            (sums,) = self._errors.values()
-            figures["error"] = sums.error(len(cosines))
-        if self._tokens:
-            means = (self._predicted / self._tokens).tolist()
+        if len(self._lengths) == 1:
+            mean = torch.as_tensor(self._sum, device="cpu") / len(cosines)
+            spread = self._square - len(cosines) * float(mean.square().sum())
+            if spread > 1e-12 * self._square:
+                figures["error"] = math.sqrt(self._error_square / spread)
+        if self._predicted:
+            predicted = torch.cat(self._predicted)
+            means = predicted.mean(0).tolist()
             figures |= dict(zip(_PREDICTED, means, strict=True))
-            figures["tokens"] = self._tokens
-            figures["kl_worst"] = self._worst_divergence
+            figures["tokens"] = len(predicted)
+            figures["kl_worst"] = float(predicted[:, _PREDICTED.index("kl")].max())
             figures["loss_difference"] = figures["loss_now"] - figures["loss_original"]
         return OutputReport(kind, len(cosines), float(cosines.mean()), float(least), **figures)
 
@@ -169,43 +166,38 @@ class OutputComparison:
             return output_tensor(output, batch)
         return None, require_floating(self._pick(output))
 
-    def _kind(
-        self,
-        batch: Batch,
-        name: str | None,
-        tensor: Tensor,
-        run_original: Callable[[Batch], object],
-    ) -> Kind:
+    def _kind(self, batch: Batch, name: str | None, tensor: Tensor) -> Kind:
         if name == "logits":
-            if not isinstance(batch, Mapping) or tensor.ndim != 3:
-                return "tensor"
-            ids = batch.get(predicted_ids(batch))
-            if not isinstance(ids, Tensor) or ids.shape != tensor.shape[:2]:
-                return "tensor"
-            is_causal = self._is_causal(batch, ids, tensor, run_original)
+            is_causal = isinstance(batch, Mapping) and self._is_causal(batch, tensor)
             return "language" if is_causal else "tensor"
         is_masked = any(mask.shape == tensor.shape[:2] for mask in token_masks(batch))
         is_tokens = tensor.ndim == 3 and (name == "last_hidden_state" or is_masked)
         return "encoder" if name == "class_token" or is_tokens else "tensor"
 
-    def _is_causal(
-        self,
-        batch: Mapping[str, object],
-        ids: Tensor,
-        logits: Tensor,
-        run_original: Callable[[Batch], object],
-    ) -> bool:
+    def _is_causal(self, batch: Mapping[str, object], logits: Tensor) -> bool:
         """Return whether another last token leaves the logits before it as they were."""
+        ids = batch.get(predicted_ids(batch))
+        if not isinstance(ids, Tensor) or logits.ndim != 3 or ids.shape != logits.shape[:2]:
+            return False
         place = torch.arange(ids.shape[1], device=ids.device)
-        last = (unpadded(logits, batch).to(ids.device) * place).argmax(1, keepdim=True)
+        is_token = unpadded(ids, batch)
+        last = (is_token * place).argmax(1, keepdim=True)
         other = torch.where(place == last, (ids + 1) % logits.shape[-1], ids)
-        output = run_original({**batch, predicted_ids(batch): other})
-        _, again = self._named_tensor(output, batch)
-        before = (unpadded(logits, batch).to(ids.device) & (place < last)).to(logits.device)
+        changed = {**batch, predicted_ids(batch): other}
+        with undisturbed(self._original, changed):
+            _, again = self._named_tensor(call(self._original, changed), batch)
+        before = (is_token & (place < last)).to(logits.device)
         if again.shape != logits.shape or not before.any():
             return False
         change = (again[before] - logits[before]).abs().max()
         return bool(change <= _CAUSAL_TOLERANCE * logits[before].abs().max())
+
+    def _add_error(self, original: Tensor, now: Tensor) -> None:
+        self._lengths.add(original.shape[1])
+        if len(self._lengths) == 1:
+            self._error_square += float((now - original).square().sum())
+            self._sum = self._sum + original.sum(0)
+            self._square += float(original.square().sum())
 
     def _add_predictions(self, batch: Any, original: Tensor, now: Tensor) -> None:
         """Add the figures of the next tokens, one sample at a time because logits are large."""
@@ -217,42 +209,23 @@ class OutputComparison:
             p = before[:-1][is_known].float()
             q = after[:-1][is_known].float()
             target = tokens[1:][is_known]
-            self._tokens += len(target)
             log_p = p.log_softmax(-1)
-            divergences = (log_p.exp() * (log_p - q.log_softmax(-1))).sum(-1)
-            if len(divergences):
-                self._worst_divergence = max(self._worst_divergence, float(divergences.max()))
             # In the order of _PREDICTED.
-            sums = [
-                cross_entropy(p, target, reduction="sum"),
-                cross_entropy(q, target, reduction="sum"),
-                divergences.sum(),
-                (p.argmax(-1) == q.argmax(-1)).sum(),
+            figures = [
+                cross_entropy(p, target, reduction="none"),
+                cross_entropy(q, target, reduction="none"),
+                (log_p.exp() * (log_p - q.log_softmax(-1))).sum(-1),
+                p.argmax(-1) == q.argmax(-1),
             ]
-            self._predicted += torch.stack([value.double() for value in sums]).cpu()
+            if len(target):
+                self._predicted.append(torch.stack([row.double() for row in figures], 1).cpu())
 
 
-@dataclass
-class _TensorSums:
-    """Sums over samples of one length: squared error, the original's output and its square."""
-
-    error_square: float = 0.0
-    output: Tensor | float = 0.0
-    square: float = 0.0
-
-    def add(self, original: Tensor, now: Tensor) -> None:
-        """Add some samples, (samples, outputs)."""
-        self.error_square += float((now - original).square().sum())
-        self.output = self.output + original.sum(0)
-        self.square += float(original.square().sum())
-
-    def error(self, samples: int) -> float | None:
-        """Return the root of the squared error over the spread; None if nothing varies."""
-        mean = torch.as_tensor(self.output, device="cpu") / samples
-        spread = self.square - samples * float(mean.square().sum())
-        if not spread > 1e-12 * self.square:
-            return None
-        return math.sqrt(self.error_square / spread)
+def both_outputs(original: nn.Module, model: nn.Module, batch: Batch) -> tuple[object, object]:
+    """Return the outputs of two models, which draw the same random numbers if they draw any."""
+    with undisturbed(original, batch):
+        before = call(original, batch)
+    return before, call(model, batch)
 
 
 def spearman(a: Tensor, b: Tensor) -> float | None:
@@ -273,18 +246,16 @@ def pairs_alike(a: Tensor, b: Tensor) -> tuple[float | None, float | None]:
     """Compare the similarities of all pairs of samples in two embeddings (N, D) of unit rows.
 
     Return Spearman's correlation of the similarities, and the share of samples with the same
-    nearest neighbour in both; None for fewer than 3 samples. Of more than 2,000 samples, 2,000 at
-    even distances are compared.
+    nearest neighbour in both; None for fewer than 3 samples. Of more than 2,000 samples the first
+    2,000 are compared.
     """
     if len(a) < 3:
         return None, None
-    count = min(len(a), _MOST_PAIRED)
-    even = torch.linspace(0, len(a) - 1, count, dtype=torch.float64, device="cpu").long()
-    a = a[even].double()
-    b = b[even].double()
+    a = a[:_MOST_PAIRED].double()
+    b = b[:_MOST_PAIRED].double()
     first = a @ a.T
     second = b @ b.T
-    rows, columns = torch.triu_indices(count, count, 1, device="cpu")
+    rows, columns = torch.triu_indices(len(a), len(a), 1, device="cpu")
     correlation = spearman(first[rows, columns], second[rows, columns])
     # No sample is its own neighbour.
     nearest = first.fill_diagonal_(-math.inf).argmax(1)

@@ -1,11 +1,9 @@
 """Fill the templates: the pages and cards in ``dynorm/templates``."""
 
-import json
-from functools import cache, partial
+from functools import cache
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from dynorm.plain import plain
 from dynorm.report.colours import css_colors
 from dynorm.report.pictures import svg_curve, svg_picture
 from dynorm.report.words import digits
@@ -38,9 +36,6 @@ def environment() -> "Environment":
             escape(str(path)).replace(".", ".<wbr>").replace("_", "_<wbr>")
         ),
         "digits": digits,
-        "json": partial(json.dumps, ensure_ascii=False),
-        "percent": "{:.1%}".format,
-        "plain": plain,
         "table": lambda table: Markup(table_html(table)),
     }
     return jinja

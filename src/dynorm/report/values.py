@@ -22,22 +22,10 @@ _DRAWN = 1200
 _DRAWN_OUTLIERS = 500
 
 
-def _linear(u: Tensor, beta: Tensor) -> Tensor:
-    return u / beta.sqrt()
-
-
-def _dyt(u: Tensor, beta: Tensor) -> Tensor:
-    return (u / beta.sqrt()).tanh()
-
-
-def _dyisru(u: Tensor, beta: Tensor) -> Tensor:
-    return u / (beta + u * u).sqrt()
-
-
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "linear": _linear,
-    "dyt": _dyt,
-    "dyisru": _dyisru,
+    "linear": lambda u, beta: u / beta.sqrt(),
+    "dyt": lambda u, beta: (u / beta.sqrt()).tanh(),
+    "dyisru": lambda u, beta: u / (beta + u * u).sqrt(),
 }
 """The curves of a report: functions of the distance from the centre and of beta.
 
@@ -80,22 +68,19 @@ class Reservoir:
     def __init__(self, size: int, seed: int) -> None:
         self._size = size
         self._generator = torch.Generator("cpu").manual_seed(seed)
-        self._keys = torch.empty(0, dtype=torch.float32, device="cpu")
-        self.x = torch.empty(0, dtype=torch.float64, device="cpu")
-        self.y = self.x
+        # The pairs with the largest random keys stay.
+        self._keys = torch.empty(0, dtype=torch.float64, device="cpu")
+        self.pairs = torch.empty(2, 0, dtype=torch.float64, device="cpu")
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add pairs: those with the largest random keys stay."""
-        keys = torch.rand(x.numel(), generator=self._generator, dtype=torch.float32, device="cpu")
-        new = keys.topk(min(self._size, len(keys)))
-        index = new.indices.to(x.device)
-        x = torch.cat([self.x, x.flatten()[index].double().cpu()])
-        y = torch.cat([self.y, y.flatten()[index].double().cpu()])
-        keys = torch.cat([self._keys, new.values])
-        kept = keys.topk(min(self._size, len(keys)))
-        self._keys = kept.values
-        self.x = x[kept.indices]
-        self.y = y[kept.indices]
+        """Add pairs."""
+        keys = torch.rand(x.numel(), generator=self._generator, dtype=torch.float64, device="cpu")
+        keys, index = keys.topk(min(self._size, len(keys)))
+        index = index.to(x.device)
+        pairs = torch.stack([x.flatten()[index], y.flatten()[index]]).double().cpu()
+        keys = torch.cat([self._keys, keys])
+        self._keys, kept = keys.topk(min(self._size, len(keys)))
+        self.pairs = torch.cat([self.pairs, pairs], dim=1)[:, kept]
 
     def fit(self, center: float, scale: float, sigma: float) -> CurveFit:
         """Fit all curves to the sample; ``sigma`` is the typical size of ``x - center``."""
@@ -107,22 +92,19 @@ class Reservoir:
 
     def _fit(self, name: str, center: float, scale: float, sigma: float) -> tuple[float, float]:
         """Return the beta of least error, and the error: a wide grid, then four finer ones."""
+        x, y = self.pairs
         low = 2 * math.log10(scale * sigma) - 4
         high = low + 12
         count = 97
         for _ in range(5):
             grid = torch.linspace(low, high, count, dtype=torch.float64, device="cpu")
-            f = scale * FUNCTIONS[name](self.x - center, 10 ** grid[:, None])
-            errors = (f - self.y).norm(dim=1) / self.y.norm().clamp_min(1e-300)
+            f = scale * FUNCTIONS[name](x - center, 10 ** grid[:, None])
+            errors = (f - y).norm(dim=1) / y.norm().clamp_min(1e-300)
             best = int(errors.argmin())
             low = float(grid[max(best - 1, 0)])
             high = float(grid[min(best + 1, count - 1)])
             count = 17
         return float(10 ** grid[best]), float(errors[best])
-
-    def points(self, count: int) -> tuple[list[float], list[float]]:
-        """Return some pairs of the sample."""
-        return self.x[:count].tolist(), self.y[:count].tolist()
 
 
 class NormStats:
@@ -142,10 +124,12 @@ class NormStats:
 
     def see(self, x: Tensor, batch: Batch) -> None:
         """Add an input of the norm."""
-        x = self.tokens_of(x, batch)
-        if not len(x):
-            return
-        sigma, y = normalized(self.site, x)
+        tokens = self.tokens_of(x, batch)
+        if len(tokens):
+            self.add(tokens, *normalized(self.site, tokens))
+
+    def add(self, x: Tensor, sigma: Tensor, y: Tensor) -> None:
+        """Add tokens (tokens, C) with their sigma and the norm's core."""
         place = y.abs().argmax(-1, keepdim=True)
         self._values.add(x, y)
         self._outliers.add(x.gather(-1, place), y.gather(-1, place))
@@ -164,19 +148,18 @@ class NormStats:
     @property
     def typical_sigma(self) -> float:
         """The geometric mean of the tokens' sigma."""
-        return math.exp(self._log_sigma / max(self.tokens, 1))
+        return math.exp(self._log_sigma / self.tokens)
 
     def figures(self) -> dict[str, Any]:
         """Return the fields of :class:`dynorm.report.records.MeasuredSite`."""
         is_centred = self.site.kind == "layernorm"
-        center = float(self._values.x.mean()) if is_centred else 0.0
+        center = float(self._values.pairs[0].mean()) if is_centred else 0.0
         scale = math.sqrt(max(self.channels - is_centred, 1))
         mean = self._log_sigma / self.tokens
         variance = self._log_sigma_square / self.tokens - mean * mean
         sigma = self.typical_sigma
-        picture = Picture(
-            *self._values.points(_DRAWN), *self._outliers.points(_DRAWN_OUTLIERS), sigma
-        )
+        points = self._values.pairs[:, :_DRAWN].tolist()
+        outliers = self._outliers.pairs[:, :_DRAWN_OUTLIERS].tolist()
         return {
             "path": self.site.path,
             "kind": self.site.kind,
@@ -186,7 +169,7 @@ class NormStats:
             "sigma_spread": math.sqrt(max(variance, 0.0)),
             "core": self._values.fit(center, scale, sigma),
             "outliers": self._outliers.fit(center, scale, sigma),
-            "picture": picture,
+            "picture": Picture(*points, *outliers, sigma),
         }
 
 

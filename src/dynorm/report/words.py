@@ -1,26 +1,19 @@
-"""The sentences of reports: the channels that a value depends on, the loss, and the next step."""
-
-from __future__ import annotations
+"""The sentences of reports: what a value depends on, what was lost, and what to do next."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dynorm.errors import listed
+from dynorm.report.output import OutputReport
+from dynorm.report.records import InspectedSite, SiteReport
 from dynorm.table import Table
 
-if TYPE_CHECKING:
-    from dynorm.report.output import OutputReport
-
-    # The records import this file.
-    from dynorm.report.records import InspectionReport, ModelReport, SiteReport
-
-Figures = Mapping[str, Any]
-
-# The bounds of a little and of some lost quality: more is much.
+# The bounds of a little and of some loss: more is much. Cosines and correlations lose what they
+# lack of 1.
 _LOSS = (0.05, 0.3)
-_COSINE = (0.99, 0.95)
-_SPEARMAN = (0.9, 0.7)
+_COSINE = (0.01, 0.05)
+_SPEARMAN = (0.1, 0.3)
 _ERROR = (0.2, 0.5)
 _LOST = ("Little quality was lost", "Some quality was lost", "Much of the quality was lost")
 # Rank correlations of fewer samples are chance.
@@ -30,12 +23,11 @@ _TIMES = 2.0
 _LEAST_ERROR = 0.1
 # The most sites that are named.
 _NAMED = 3
-# A loss curve needs this many points to be judged.
-_POINTS = 8
-# More steps are worth it if the second half of a training brought this share of its whole gain.
-_WORTH = 0.1
 # With a spread of the tokens' sizes below this, a layer without witnesses loses little.
 _ALIKE = 0.2
+
+# The titles of the stages of a conversion, in their order.
+_STAGES = {"calibrate": "without training", "refine": "refined", "distill": "distilled"}
 
 FIGURES = {
     "language": {"loss_now": "loss", "kl": "divergence", "agreement": "same likeliest token"},
@@ -62,55 +54,44 @@ def count_of(number: int, noun: str) -> str:
 
 
 def dependence(sites: Sequence[SiteReport]) -> str:
-    """Return the channels that an output of the layers depends on."""
+    """Return what an output of the layers depends on."""
     if any(site.annealing for site in sites):
         return "each value still depends on its whole token, until the annealing ends"
-    most = max((len(site.witnesses) for site in sites), default=0)
+    most = max(len(site.witnesses) for site in sites)
     if most:
         named = "1 named one" if most == 1 else f"{most} named ones"
         return f"each value depends on its own channel and on at most {named}"
-    if sites and all(site.layer == "linear" for site in sites):
+    if all(site.layer == "linear" for site in sites):
         return "a line: the layer depends on nothing of the token"
     return "each value depends on its own channel"
-
-
-def verdict(report: ModelReport) -> str:
-    """Return a few sentences: the channels that a value depends on, the loss, and the next step."""
-    sentences = []
-    if report.sites:
-        words = dependence(report.sites)
-        sentences.append(f"{words[0].upper()}{words[1:]}.")
-    lost = lost_quality(report.output)
-    sentences += [_loss(report.output, lost), _worst(report), *_falls(report)]
-    sentences.append(f"Next: {_next(report, lost)}.")
-    return " ".join(sentence for sentence in sentences if sentence)
 
 
 def lost_quality(output: OutputReport) -> int:
     """Return how much was lost: 0 is little, 1 some, 2 much."""
     if output.loss_difference is not None:
-        far = max(output.loss_difference, output.kl or 0.0)
         # A model that was trained on can be better, and far from the original.
-        return 0 if output.loss_difference <= 0 else _level(-far, [-bound for bound in _LOSS])
+        if output.loss_difference <= 0:
+            return 0
+        return _level(max(output.loss_difference, output.kl or 0.0), _LOSS)
     if output.cosine_mean is None:
         return 0
-    levels = [_level(output.cosine_mean, _COSINE)]
+    level = _level(1 - output.cosine_mean, _COSINE)
     # A large common part of all samples hides their differences from the cosine.
     if output.error is not None:
-        levels.append(_level(-output.error, [-bound for bound in _ERROR]))
-    elif output.spearman is not None and output.samples >= _LEAST_SAMPLES:
-        levels.append(_level(output.spearman, _SPEARMAN))
-    return max(levels)
+        return max(level, _level(output.error, _ERROR))
+    if output.spearman is not None and output.samples >= _LEAST_SAMPLES:
+        return max(level, _level(1 - output.spearman, _SPEARMAN))
+    return level
 
 
-def _level(value: float, bounds: Sequence[float]) -> int:
-    """Return how many bounds a value is below."""
-    return sum(value < bound for bound in bounds)
+def _level(loss: float, bounds: Sequence[float]) -> int:
+    """Return how many bounds a loss is above."""
+    return sum(loss > bound for bound in bounds)
 
 
-def _loss(output: OutputReport, lost: int) -> str:
-    """Return the sentence of the loss."""
-    words = _LOST[lost]
+def about_loss(output: OutputReport) -> str:
+    """Return a sentence about the loss, or "" if nothing is known."""
+    words = _LOST[lost_quality(output)]
     figures = []
     if output.loss_difference is not None:
         if output.loss_difference <= 0 and (output.kl or 0.0) >= _LOSS[0]:
@@ -131,105 +112,38 @@ def _loss(output: OutputReport, lost: int) -> str:
     return f"{words}: {', '.join(figures)}." if figures else ""
 
 
-def _worst(report: ModelReport) -> str:
-    """Return a sentence about the sample that lost most."""
-    output = report.output
+def about_worst(output: OutputReport, text: str | None) -> str:
+    """Return a sentence about the sample that lost most, with its text if that is known."""
     if output.cosine_min is None:
         return ""
     samples = count_of(output.samples, "sample")
     words = f"The worst of {samples} has a cosine of {digits(output.cosine_min)}"
-    text = report.meta.get("worst_sample")
     return f'{words}: "{text:.90}".' if text else f"{words}."
 
 
-def stages(report: ModelReport) -> dict[str, Figures]:
-    """Return the outputs without training and distilled, as far as both or one are known."""
-    known = report.meta.get("stages", {})
-    outputs = {}
-    for name, title in (
-        ("calibrate", "without training"),
-        ("refine", "without training"),
-        ("distill", "distilled"),
-    ):
-        stage = known.get(name, {})
-        if not stage.get("output"):
-            continue
-        if not stage.get("kept", True):
-            if name == "refine":
-                continue
-            title += ", not kept"
-        outputs[title] = stage["output"]
-    return outputs
-
-
-def stage_table(report: ModelReport) -> Table | None:
-    """Return the figures without training and distilled side by side, or None without them."""
-    outputs = stages(report)
-    if not outputs:
-        return None
-    names = FIGURES[report.output.kind]
+def stage_table(stages: Mapping[str, Any], kind: str) -> Table | None:
+    """Return the figures after each stage of a conversion side by side, or None without them."""
+    names = FIGURES[kind]
     rows = []
-    for title, output in outputs.items():
-        rows.append([title, *(digits(output.get(name)) for name in names)])
-    return Table(["stage", *names.values()], rows)
-
-
-def _falls(report: ModelReport) -> list[str]:
-    """Return a sentence if the distillation made the first figure worse on held-out samples."""
-    outputs = stages(report)
-    name, words = next(iter(FIGURES[report.output.kind].items()))
-    before = outputs.get("without training", {}).get(name)
-    after = outputs.get("distilled", {}).get(name)
-    if before is None or after is None or digits(before) == digits(after):
-        return []
-    is_worse = after > before if name == "loss_now" else after < before
-    if not is_worse:
-        return []
-    return [f"By the distillation the {words} went from {digits(before)} to {digits(after)}."]
-
-
-def _next(report: ModelReport, lost: int) -> str:
-    """Return what to do next."""
-    default = report.meta.get("default_constants", 0)
-    if default:
-        return (
-            f"call dynorm.calibrate_(model, batches), because {count_of(default, 'layer')} with "
-            "default constants say little"
-        )
-    if not lost:
-        return "try it on your own task"
-    known = report.meta.get("stages", {})
-    if "distill" not in known:
-        unless = "" if known else ", unless you already have"
-        few = "give the layers a few named channels (witnesses=4)"
-        if any(site.witnesses for site in report.sites):
-            few = "keep single norms"
-        return f"distil it (dynorm.distill_, or --steps in the command){unless}, or {few}"
-    stray = report.stray()
-    if stray is None:
-        return "distil longer"
-    return (
-        f"distil longer, or keep the norm at {stray.path}, whose layer has the largest error "
-        f"({digits(stray.error_now)})"
-    )
+    for name, title in _STAGES.items():
+        stage = stages.get(name, {})
+        output = stage.get("output")
+        if output:
+            kept = "" if stage.get("kept", True) else ", not kept"
+            rows.append([title + kept, *(digits(output.get(figure)) for figure in names)])
+    return Table(["stage", *names.values()], rows) if rows else None
 
 
 def about_sites(errors: Mapping[str, float]) -> str:
-    """Return a sentence about the sites with the largest errors, or "" if there are too few."""
-    if len(errors) < 2:
-        return ""
-    middle = median(errors.values())
+    """Return a sentence about the sites whose errors stand out, or "" if there are none."""
+    middle = median(errors.values()) if errors else 0.0
     by_error = sorted(errors, key=lambda path: errors[path], reverse=True)
     worst = []
     for path in by_error[:_NAMED]:
         if errors[path] >= max(_TIMES * middle, _LEAST_ERROR):
             worst.append(path)
     if not worst:
-        path = by_error[0]
-        return (
-            f"No site stands out: the largest error is {digits(errors[path])}, at {path}, and the "
-            f"median {digits(middle)}. Keeping single norms would change little."
-        )
+        return ""
     figures = listed([f"{path} ({digits(errors[path])})" for path in worst])
     kept = ", ".join(f"{path!r}: None" for path in worst)
     return (
@@ -238,51 +152,27 @@ def about_sites(errors: Mapping[str, float]) -> str:
     )
 
 
-def about_steps(stage: Figures) -> str:
-    """Return a sentence about the loss curve of a distillation, or "" if it is too short."""
-    losses = stage.get("losses", ())
-    if len(losses) < _POINTS:
-        return ""
-    values = [loss for _, loss in losses]
-    tenth = max(1, len(values) // 10)
-    middle = len(values) // 2
-    # A few batches may have a loss far from that of the others.
-    first = median(values[:tenth])
-    half = median(values[middle - tenth : middle + tenth])
-    last = median(values[-tenth:])
-    if first <= last:
-        return "The loss of the distillation did not fall: try a lower rate, or more data."
-    share = max(half - last, 0.0) / (first - last)
-    fall = f"The second half of the distillation brought {share:.0%} of the fall of its loss"
-    if share >= _WORTH:
-        return f"{fall}, so more steps would probably help."
-    return f"{fall}, so more steps would hardly help."
-
-
-def about_massive(report: InspectionReport) -> str:
-    """Return sentences: whether the model has massive activations, and on which tokens."""
-    largest = max(report.sites, key=lambda site: site.sizes.largest.size)
-    sites = [site for site in report.sites if site.sizes.massive]
-    if not sites:
+def about_massive(sites: Sequence[InspectedSite]) -> str:
+    """Return a sentence: whether the model has massive activations, and in which channels."""
+    massive = [site for site in sites if site.massive]
+    worst = max(massive or sites, key=lambda site: site.largest)
+    if not massive:
         return (
             "No massive activations: no token whose sum is mostly in one channel is more than 3 "
-            f"times the usual size. The largest is {largest.sizes.largest.size:.1f} times that size."
+            f"times as large as usual. The largest is {worst.largest:.1f} times as large."
         )
-    worst = max(sites, key=lambda site: site.sizes.largest.size)
-    token = worst.sizes.largest
-    channels = dict.fromkeys(str(site.sizes.largest.channel) for site in sites)
+    channels = ", ".join(dict.fromkeys(str(site.channel) for site in massive))
     return (
-        f"Massive activations at {len(sites)} of {len(report.sites)} norms, in "
-        f"channel{'s' if len(channels) > 1 else ''} {', '.join(channels)}. The largest token is at "
-        f"{worst.path}: {token.size:,.1f} times the usual size, with {token.share:.0%} of its "
-        f"sum in channel {token.channel}. The largest tokens are {worst.sizes.places()}."
+        f"Massive activations at {len(massive)} of {count_of(len(sites), 'norm')}, in channel "
+        f"{channels}. The largest token is {worst.largest:,.1f} times as large as usual, with "
+        f"{worst.share:.0%} of its sum in channel {worst.channel}, at {worst.path}."
     )
 
 
-def about_outliers(report: InspectionReport) -> str:
+def about_outliers(sites: Sequence[InspectedSite]) -> str:
     """Return a sentence: at how many norms the paper's claim holds, and by how much."""
-    ratios = [site.ratio for site in report.sites]
-    holds = sum(site.holds for site in report.sites)
+    ratios = [site.ratio for site in sites]
+    holds = sum(ratio > 1 for ratio in ratios)
     return (
         "The paper claims that DyISRU fits outliers better than DyT. Here its error is smaller at "
         f"{holds} of {count_of(len(ratios), 'norm')}. The ratio of DyT's error to DyISRU's is "
@@ -290,21 +180,19 @@ def about_outliers(report: InspectionReport) -> str:
     )
 
 
-def about_strictness(report: InspectionReport) -> str:
+def about_strictness(sites: Sequence[InspectedSite]) -> str:
     """Return advice: where a layer without witnesses is enough, and where a few would help."""
-    varied = [site for site in report.sites if site.sigma_spread >= _ALIKE]
+    varied = [site for site in sites if site.sigma_spread >= _ALIKE]
+    helped = [site for site in varied if site.explained[4] >= 0.5]
+    words = (
+        "A strict layer, of which each value depends on its own channel, loses little at "
+        f"{len(sites) - len(varied)} of {count_of(len(sites), 'norm')}, where the σ spread is below "
+        f"{_ALIKE}."
+    )
     if not varied:
-        return (
-            "A strict layer, of which each value depends on its own channel, loses little at every "
-            f"norm: the σ spread is below {_ALIKE}."
-        )
-    widest = max(varied, key=lambda site: site.sigma_spread)
-    helped = [site for site in varied if site.sizes.explained[4] >= 0.5]
+        return words
     return (
-        f"A strict layer, of which each value depends on its own channel, loses little at "
-        f"{len(report.sites) - len(varied)} of {count_of(len(report.sites), 'norm')}, where the σ "
-        f"spread is below {_ALIKE}. At the others the sizes of tokens vary, most at {widest.path} "
-        f"({widest.sigma_spread:.2f}): distil the model after the conversion. At {len(helped)} of "
-        "them four channels explain more than half of the variation, so that witnesses=4 would "
-        "help without training."
+        f"{words} At the others the sizes of tokens vary: distil the model after the conversion. At "
+        f"{len(helped)} of them four channels explain more than half of the variation, so that "
+        "witnesses=4 would help without training."
     )
