@@ -222,7 +222,7 @@ class ConfigReader:
     """Reads the config of a folder whose code a program trusts: by then dynorm is imported."""
 
     @staticmethod
-    def from_pretrained(folder: str, **options: Any) -> Any:
+    def from_pretrained(folder: str, **options: object) -> object:
         """Return the config in the class of transformers."""
         return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **options)
 

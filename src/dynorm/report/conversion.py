@@ -156,7 +156,9 @@ def _watched(paired: Sequence["_LayerStats"], batch: Batch) -> Iterator[None]:
     # The norms' outputs that no layer's output was compared with yet, in call order.
     pending: dict[nn.Module, list[Tensor]] = defaultdict(list)
 
-    def see_norm(norm: nn.Module, args: Any, kwargs: Mapping[str, Any], y: Tensor) -> None:
+    def see_norm(
+        norm: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor], y: Tensor
+    ) -> None:
         stats = by_norm[norm]
         stats.see(next(iter([*args, *kwargs.values()])), batch)
         # A copy, because the model may later write into its own tensor.

@@ -1,5 +1,7 @@
 """Fill the templates: the pages and cards in ``dynorm/templates``."""
 
+import re
+from collections.abc import Callable
 from functools import cache
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -30,14 +32,13 @@ def environment() -> "Environment":
         "curve": lambda losses: Markup(svg_curve(losses)),
         "picture": lambda *parts: Markup(svg_picture(*parts)),
     }
-    jinja.filters |= {
+    filters: dict[str, Callable[..., str]] = {
         # A path may break after its dots and underscores.
-        "breakable": lambda path: Markup(
-            escape(str(path)).replace(".", ".<wbr>").replace("_", "_<wbr>")
-        ),
+        "breakable": lambda path: Markup(re.sub("([._])", r"\1<wbr>", escape(path))),
         "digits": digits,
         "table": lambda table: Markup(table_html(table)),
     }
+    jinja.filters |= filters
     return jinja
 
 

@@ -119,9 +119,12 @@ class ModelReport(Report):
         """Return one line: the norms that were replaced, and what a value depends on."""
         if not self.sites:
             return f"{self.name}: only the output is compared, because no norm is known"
+        layers = set()
+        for site in self.sites:
+            layers.add(FAMILY[site.layer].title if site.layer in FAMILY else site.layer)
         norms = count_of(len(self.sites), "norm")
         return (
-            f"{self.name}: {norms} replaced by {' and '.join(self.layers())}, {len(self.kept)} "
+            f"{self.name}: {norms} replaced by {' and '.join(sorted(layers))}, {len(self.kept)} "
             f"kept; {words.dependence(self.sites)}"
         )
 
@@ -183,13 +186,6 @@ class ModelReport(Report):
         """Return the recommendation: which norms to keep, if some stand out."""
         errors = {site.path: site.error_now for site in self.sites if site.error_now is not None}
         return [words.about_sites(errors)]
-
-    def layers(self) -> list[str]:
-        """Return the titles of the layers that replaced the norms."""
-        titles = set()
-        for site in self.sites:
-            titles.add(FAMILY[site.layer].title if site.layer in FAMILY else site.layer)
-        return sorted(titles)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

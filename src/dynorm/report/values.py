@@ -125,8 +125,12 @@ class NormStats:
     def see(self, x: Tensor, batch: Batch) -> None:
         """Add an input of the norm."""
         tokens = self.tokens_of(x, batch)
-        if len(tokens):
-            self.add(tokens, *normalized(self.site, tokens))
+        if not len(tokens):
+            return
+        tiny = torch.finfo(tokens.dtype).tiny
+        moment = token_moment(tokens, self.site.kind) + self.site.eps
+        sigma = moment.sqrt().clamp_min(tiny)
+        self.add(tokens, sigma, token_deviation(tokens, self.site.kind) / sigma[:, None])
 
     def add(self, x: Tensor, sigma: Tensor, y: Tensor) -> None:
         """Add tokens (tokens, C) with their sigma and the norm's core."""
@@ -158,8 +162,8 @@ class NormStats:
         mean = self._log_sigma / self.tokens
         variance = self._log_sigma_square / self.tokens - mean * mean
         sigma = self.typical_sigma
-        points = self._values.pairs[:, :_DRAWN].tolist()
-        outliers = self._outliers.pairs[:, :_DRAWN_OUTLIERS].tolist()
+        x, y = self._values.pairs[:, :_DRAWN].tolist()
+        outlier_x, outlier_y = self._outliers.pairs[:, :_DRAWN_OUTLIERS].tolist()
         return {
             "path": self.site.path,
             "kind": self.site.kind,
@@ -169,7 +173,7 @@ class NormStats:
             "sigma_spread": math.sqrt(max(variance, 0.0)),
             "core": self._values.fit(center, scale, sigma),
             "outliers": self._outliers.fit(center, scale, sigma),
-            "picture": Picture(*points, *outliers, sigma),
+            "picture": Picture(x, y, outlier_x, outlier_y, sigma),
         }
 
 
@@ -196,10 +200,3 @@ def with_sites(
     first = next(batches)
     args, kwargs = arguments(model, first)
     return find_norms(model, *args, **kwargs), chain([first], batches)
-
-
-def normalized(site: NormSite, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the size by which a norm divides each token (tokens, C), and its core."""
-    tiny = torch.finfo(x.dtype).tiny
-    sigma = (token_moment(x, site.kind) + site.eps).sqrt().clamp_min(tiny)
-    return sigma, token_deviation(x, site.kind) / sigma[:, None]
