@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from dynorm.family import FAMILY
 from dynorm.report.values import CurveFit, Picture
 
-# An activation is called massive if its channel makes a token this many times as large as usual.
+# An activation is called massive if its channel makes a token larger than usual by this factor.
 _MASSIVE = 3.0
 
 
@@ -87,7 +87,7 @@ class InspectedSite(MeasuredSite):
 
     @property
     def massive(self) -> bool:
-        """Whether one channel holds most of the largest token, 3 times as large as usual."""
+        """Whether one channel holds most of the largest token, and that is over 3 times the usual size."""
         return self.largest > _MASSIVE and self.share > 0.5
 
     @property

@@ -39,7 +39,7 @@ class Report(NotTheModel):
         return values
 
     def title(self) -> str:
-        """Return one line: the model, and what was done with its norms."""
+        """Return one line: the model, and the treatment of its norms."""
         raise NotImplementedError
 
     def findings(self) -> list[str]:
@@ -116,7 +116,7 @@ class ModelReport(Report):
     continuations: list[Continuation] = field(default_factory=list)
 
     def title(self) -> str:
-        """Return one line: the norms that were replaced, and what a value depends on."""
+        """Return one line: the norms that were replaced, and the channels that a value depends on."""
         if not self.sites:
             return f"{self.name}: only the output is compared, because no norm is known"
         layers = set()
@@ -129,7 +129,7 @@ class ModelReport(Report):
         )
 
     def verdict(self) -> str:
-        """Return a few sentences: what a value depends on, the loss, and the next step."""
+        """Return a few sentences: the channels that a value depends on, the loss, and the next step."""
         sentences = []
         if self.sites:
             depends = words.dependence(self.sites)
@@ -236,7 +236,7 @@ class InspectionReport(Report):
             _SPREAD,
             f"{', '.join(titles)}: error |y − f| / |y| of the function on outliers",
             "ratio: DyT's error over DyISRU's; the paper claims that it is above 1",
-            "by 1, by 4: share of the variation of the tokens' sums that so many channels explain",
+            "by 1, by 4: share of the variation of the tokens' sums that 1 and 4 channels explain",
         ]
         return Table(columns, rows, notes + meanings)
 

@@ -1,4 +1,4 @@
-"""The sentences of reports: what a value depends on, what was lost, and what to do next."""
+"""The sentences of reports: the channels that a value depends on, and the loss."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -54,7 +54,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def dependence(sites: Sequence[SiteReport]) -> str:
-    """Return what an output of the layers depends on."""
+    """Return the channels that an output of the layers depends on."""
     if any(site.annealing for site in sites):
         return "each value still depends on its whole token, until the annealing ends"
     most = max(len(site.witnesses) for site in sites)
@@ -159,12 +159,12 @@ def about_massive(sites: Sequence[InspectedSite]) -> str:
     if not massive:
         return (
             "No massive activations: no token whose sum is mostly in one channel is more than 3 "
-            f"times as large as usual. The largest is {worst.largest:.1f} times as large."
+            f"times the usual size. The largest is {worst.largest:.1f} times that size."
         )
     channels = ", ".join(dict.fromkeys(str(site.channel) for site in massive))
     return (
         f"Massive activations at {len(massive)} of {count_of(len(sites), 'norm')}, in channel "
-        f"{channels}. The largest token is {worst.largest:,.1f} times as large as usual, with "
+        f"{channels}. The largest token is {worst.largest:,.1f} times the usual size, with "
         f"{worst.share:.0%} of its sum in channel {worst.channel}, at {worst.path}."
     )
 
