@@ -9,11 +9,16 @@ from typing import Unpack
 
 from dynorm.errors import ArgumentError, require_library
 from dynorm.jobs.checkpoint import local_source
+from dynorm.jobs.inputs import ShuffledBatches
 from dynorm.jobs.job import JobOptions, load_job
 from dynorm.jobs.stages import Data, Say, convert_in_stages_, silent
 from dynorm.jobs.write import RECIPE, require_output, write_out
 from dynorm.recipe import Recipe
 from dynorm.report import ModelReport
+
+# The blocks of a language model in a batch of the calibration: witnesses are chosen again after 1,
+# 2, 4 and 8 batches, and batches must be left after that.
+_CALIBRATION_BLOCKS = 2
 
 
 def convert_pretrained(
@@ -56,10 +61,11 @@ def convert_pretrained(
     say(str(recipe))
     # Samples that calibration has not seen, if there are any.
     samples = inputs.fit[recipe.calibration :][: recipe.refine * recipe.batch] or inputs.fit
+    size = _CALIBRATION_BLOCKS if job.pretrained.language_model else None
     data = Data(
-        calibration=job.calibration_batches(),
+        calibration=job.batches(inputs.fit[: recipe.calibration], recipe.seed, size),
         refinement=job.batches(samples, recipe.seed),
-        training=job.shuffled_batches(),
+        training=ShuffledBatches(inputs.batches, inputs.fit, recipe.batch, recipe.seed),
         held_out=job.batches(inputs.held_out),
         compared=job.batches(inputs.held_out[: 2 * recipe.batch]),
     )

@@ -13,7 +13,7 @@ import torch
 from dynorm.errors import ArgumentError
 from dynorm.jobs.checkpoint import Checkpoint, model_name
 from dynorm.jobs.images import find_images
-from dynorm.jobs.inputs import Batches, Inputs, ShuffledBatches, image_inputs, text_inputs
+from dynorm.jobs.inputs import Batches, Inputs, image_inputs, text_inputs
 from dynorm.jobs.pretrained import Pretrained
 from dynorm.jobs.stages import Say
 from dynorm.jobs.texts import read_texts, split_texts, standard_library_docstrings
@@ -27,8 +27,6 @@ Paths = Sequence[str | Path]
 _PROMPTS = 16
 _PROMPT_TOKENS = 32
 _NEW_TOKENS = 64
-# Witnesses are chosen again after 1, 2, 4 and 8 batches, and batches must be left after that.
-CALIBRATION_BLOCKS = 2
 
 
 class JobOptions(TypedDict, total=False):
@@ -103,16 +101,6 @@ class Job:
     ) -> Batches:
         """Return batches of samples, by default of the recipe's size."""
         return self.inputs.batches(samples, size or self.recipe.batch, seed)
-
-    def calibration_batches(self) -> Batches:
-        """Return batches of the samples on which the constants are fitted, site by site."""
-        size = CALIBRATION_BLOCKS if self.pretrained.language_model else None
-        return self.batches(self.inputs.fit[: self.recipe.calibration], self.recipe.seed, size)
-
-    def shuffled_batches(self) -> ShuffledBatches:
-        """Return the batches of a training, in another order at each pass."""
-        recipe = self.recipe
-        return ShuffledBatches(self.inputs.batches, self.inputs.fit, recipe.batch, recipe.seed)
 
     @property
     def meta(self) -> JsonObject:

@@ -126,9 +126,8 @@ def distill_(
             steps; or the outputs hold nothing to compare.
         ModelError: the model has no point-wise layer, or nothing to train; the teacher lacks the
             module of a layer, is converted itself, or shares weights with the model; one of them is
-            offloaded or on the meta device; a sharded model
-            is to have checkpoints; or the environment does not name the processes of the group as
-            torchrun does.
+            offloaded or on the meta device; a sharded model is to have checkpoints; or the
+            environment does not name the processes of the group as torchrun does.
         StorageError: the checkpoint in the folder is of another model, or damaged.
 
     Warns:
