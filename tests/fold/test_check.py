@@ -101,7 +101,6 @@ class Attributes(OrderedDict):  # type: ignore[type-arg]
 Pair = namedtuple("Pair", "x text")
 SEEN: dict[str, Callable[[Tensor], Any]] = {
     "object": Batch,
-    "namespace": lambda h: SimpleNamespace(x=[h]),
     "named tuple": lambda h: Pair(h, "text"),
     "deque": lambda h: deque([h]),
     "user dict": lambda h: UserDict({"x": h}),
@@ -110,6 +109,7 @@ SEEN: dict[str, Callable[[Tensor], Any]] = {
 }
 HIDDEN: dict[str, Callable[[Tensor], Any]] = {
     "slots": Slotted,
+    "namespace": lambda h: SimpleNamespace(x=[h]),
     "dict of its own": lambda h: Attributes(x=h),
     "set": lambda h: {h},
     "closure": lambda h: lambda: h,

@@ -371,7 +371,7 @@ MEANS: dict[str, tuple[Run, str]] = {
     "an RMSNorm": (lambda m, x: m.h(m.n(x)) + m.h(m.rms(x)), "rms sees its mean"),
     "a linear layer": (lambda m, x: m.h(m.n(x)) + m.h(x), "sees its mean"),
     "the output": (lambda m, x: torch.cat([m.h(m.n(x)), x], -1), "sees its mean"),
-    "a number": (lambda m, x: m.h(m.n(x + 1.0)), "adds a number"),
+    "a number": (lambda m, x: m.h(m.n(x + 1.0)), "one number for all channels"),
     "a number per token": (lambda m, x: m.h(m.n(x + m.i(x.sin()))), "one number for all channels"),
     "a function": (lambda m, x: m.h(m.n(x.sin())), "aten.sin"),
     "a norm before it": (lambda m, x: m.h(m.n(m.n2(x) + m.e.bias)), "post-norm"),
@@ -579,7 +579,3 @@ def test_the_report_reads_well_and_is_json() -> None:
     assert "3 of 3 affine maps folded, 3 of 3 means" in str(report)
     assert "n     layernorm(8) -> RMSNorm" in str(report)
     assert json.loads(json.dumps(report.to_dict()))["sites"][0]["affine"]["into"] == ["one.weight"]
-    into = ("a", "b", "c", "d")
-    assert str(Rewrite("folded", into)) == "folded into a, b, c and 1 more"
-    assert str(Rewrite("partly folded", ("a",), "why")) == "partly folded into a; why"
-    assert str(Rewrite("refused", reason="why")) == "refused: why"

@@ -13,7 +13,8 @@ from dynorm.fold.graph import (
     AVERAGES,
     PERMUTATIONS,
     VIEWS,
-    Slot,
+    Leaf,
+    Operand,
     is_move,
     is_same,
     is_tensor,
@@ -117,32 +118,35 @@ def made_by(node: Node, axis: int) -> tuple[Node, int] | None:
     return None
 
 
-def held_at(node: object, axis: int) -> tuple[Slot, int] | None:
-    """Return the parameter that a value is a view of, and the axis there; None for any other."""
-    while is_tensor(node):
-        slot = slot_of(node)
+def operand_at(op: Node, argument: object, axis: int) -> Operand | None:
+    """Return the parameter that an argument of an operator is a view of, with the axis there.
+
+    None if the argument is computed, or not a tensor.
+    """
+    value = argument
+    while is_tensor(value):
+        slot = slot_of(value)
         if slot is not None:
-            return slot, axis
-        source = came_from(node, axis)
+            assert isinstance(argument, Node)
+            return Operand(Leaf(op, argument), slot, axis)
+        source = came_from(value, axis)
         if source is None:
             return None
-        node, axis = source
+        value, axis = source
     return None
 
 
 def factor_of(node: Node, value: Node, axis: int) -> bool:
     """Return whether ``node`` multiplies or divides all channels of a token by the same number."""
-    if packet(node) not in ("aten.mul", "aten.div") or len(node.args) != 2 or node.kwargs:
+    if packet(node) not in ("aten.mul", "aten.div") or node.kwargs:
         return False
     if shape(node) != shape(value):
         return False
     first, second = node.args
-    if first is value and second is not value:
-        other: object = second
-    elif second is value and first is not value and packet(node) == "aten.mul":
-        other = first
-    else:
+    is_divisor = packet(node) == "aten.div" and second is value
+    if is_divisor or value not in (first, second):
         return False
+    other = second if first is value else first
     if not is_tensor(other):
         return isinstance(other, (int, float))
     from_end = rank_of(value) - axis

@@ -108,8 +108,8 @@ def fold_(
     """
     if tolerance is not None:
         check_not_negative("tolerance", tolerance)
-    # A run may write into its arguments: a cache grows.
-    example = detached_copy(example_arguments(model, args, kwargs))
+    require_foldable(model)
+    example = example_arguments(model, args, kwargs)
     options = Options(affine, center, center_partly, add_bias, untie)
     return folded(model, [example], sites, paths, options, tolerance, check=check)
 
@@ -126,12 +126,12 @@ def folded(
 ) -> FoldReport:
     """Fold as :func:`fold_` does, which explains the arguments, and compare on several examples.
 
-    The first example is traced.
+    The first example is traced. The model must be foldable.
     """
-    _require_model(model)
     example = examples[0]
     with undisturbed(model, example, attributes=True) as put_back:
         if sites is None:
+            # A run may write into its arguments: a cache grows.
             run_args, run_kwargs = detached_copy(example)
             sites = find_norms(model, *run_args, **run_kwargs)
             # Nothing must start from tensors that a run kept on a module.
@@ -173,7 +173,7 @@ def folded(
     )
 
 
-def _require_model(model: nn.Module) -> None:
+def require_foldable(model: nn.Module) -> None:
     """Check that the weights are plain numbers and that the model computes as it will be used."""
     require_plain_model(model)
     for path, module in model.named_modules():
@@ -182,19 +182,14 @@ def _require_model(model: nn.Module) -> None:
             raise ModelError(
                 f"the model must be in eval mode, but {place} in training mode: call model.eval()"
             )
-        if ".quantized" in type(module).__module__:
-            raise _not_plain(f"{path!r} is quantized: fold it before")
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        raise _not_plain("it is quantized: fold it first, then quantize")
+    must = "the model's weights must be plain numbers, but"
+    if getattr(model, "is_quantized", False):
+        raise ModelError(f"{must} it is quantized: fold it first, then quantize")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         is_plain = type(tensor) in _PLAIN and type(tensor.data) in _PLAIN
         is_narrow = tensor.is_floating_point() and tensor.element_size() < 2
-        if not is_plain or tensor.is_quantized or is_narrow:
+        if not is_plain or is_narrow:
             kind = f"a {type(tensor.data).__name__} of {tensor.dtype}"
-            raise _not_plain(
-                f"{name!r} is {kind}: fold the model before it is quantized or sharded"
+            raise ModelError(
+                f"{must} {name!r} is {kind}: fold the model before it is quantized or sharded"
             )
-
-
-def _not_plain(what: str) -> ModelError:
-    return ModelError(f"the model's weights must be plain numbers, but {what}")

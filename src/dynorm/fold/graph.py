@@ -27,10 +27,9 @@ _SAME = _aten("clone alias detach detach_ contiguous to _to_copy lift_fresh_copy
 _DROPOUT = _aten("dropout feature_dropout alpha_dropout")
 VIEWS = _aten("view _unsafe_view view_as reshape reshape_as flatten unflatten")
 PERMUTATIONS = _aten("transpose permute t numpy_T mT swapaxes swapdims movedim moveaxis")
-_PARTS = _aten(
-    "slice select narrow split split_with_sizes chunk unbind unsafe_split unsafe_chunk tensor_split"
-)
-_COPIES = _aten(
+_MOVES = VIEWS | PERMUTATIONS
+_MOVES |= _aten(
+    "slice select narrow split split_with_sizes chunk unbind unsafe_split unsafe_chunk tensor_split "
     "unsqueeze squeeze expand expand_as repeat tile flip roll repeat_interleave unfold index "
     "index_select"
 )
@@ -41,7 +40,6 @@ AVERAGES = _aten(
     "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa "
     "_upsample_bicubic2d_aa"
 )
-_MOVES = VIEWS | PERMUTATIONS | _PARTS | _COPIES
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Owner:
     paths: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.paths[0]}.{self.name}" if self.paths[0] else self.name
+        return f"{self.paths[0]}.{self.name}".lstrip(".")
 
 
 @dataclass(eq=False)
@@ -97,6 +95,15 @@ class Slot:
         if self.blocked is None and self.is_in_norm:
             return f"{self.name} is part of a norm"
         return self.blocked
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A parameter as an operator uses it."""
+
+    leaf: Leaf  # the use
+    slot: Slot
+    axis: int  # the axis of the parameter that the channels lie along
 
 
 def norm_index(node: Node) -> int | None:
@@ -161,11 +168,6 @@ def packet(node: Node) -> str:
 def argument(node: Node, index: int) -> Any:
     """Return a positional argument of an operator, or None if it was left out."""
     return node.args[index] if index < len(node.args) else None
-
-
-def as_list(argument: object) -> list[object]:
-    """Return an argument that may be one thing or several as a list."""
-    return list(argument) if isinstance(argument, (list, tuple)) else [argument]
 
 
 def users(node: Node) -> Iterator[Node]:

@@ -14,7 +14,7 @@ from torch import nn
 from dynorm.batches import Batch, arguments
 from dynorm.dtypes import HALVES
 from dynorm.errors import CalibrationWarning, DataError, ModelError
-from dynorm.fold.fold import folded
+from dynorm.fold.fold import folded, require_foldable
 from dynorm.fold.plan import Options
 from dynorm.fold.report import FOLDED, PARTLY
 from dynorm.guard import in_eval_mode
@@ -90,10 +90,17 @@ def fold_means_(
         return list(sites), None
     step = max(1, len(others) // _COMPARED)
     examples = [arguments(model, one) for one in (batch, *others[::step][:_COMPARED])]
+    # In float32 the rounding of large means can change the outputs by more than fold_ allows.
+    # The conversion changes them far more.
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    tolerance = None
+    if torch.float32 in dtypes and dtypes.isdisjoint(HALVES):
+        tolerance = _TOLERANCE
     options = Options(affine=False, center=True, center_partly=True, add_bias=False, untie=True)
     try:
         with in_eval_mode(model):
-            report = folded(model, examples, sites, layernorms, options, _tolerance(model))
+            require_foldable(model)
+            report = folded(model, examples, sites, layernorms, options, tolerance)
     except (ModelError, DataError) as error:
         warnings.warn(
             "the means of LayerNorms must be foldable, or the layers in their place lose more, but "
@@ -111,13 +118,3 @@ def fold_means_(
         tuple(report.untied),
     )
     return report.norms, means
-
-
-def _tolerance(model: nn.Module) -> float | None:
-    """Return the relative error to allow; None for that of ``fold_``.
-
-    In float32 the rounding of large means can change the outputs by more than ``fold_`` allows.
-    The conversion changes them far more.
-    """
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    return _TOLERANCE if torch.float32 in dtypes and dtypes.isdisjoint(HALVES) else None

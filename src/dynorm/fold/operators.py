@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from dynorm.fold.channels import held_at, laid_along, made_by
+from dynorm.fold.channels import laid_along, made_by, operand_at
 from dynorm.fold.graph import (
-    Leaf,
-    Slot,
+    Operand,
     argument,
-    as_list,
     is_tensor,
     packet,
     paths_of,
@@ -35,15 +33,6 @@ def refuse_for(reason: str | None) -> None:
     """Raise RefusedError if there is a reason."""
     if reason is not None:
         raise RefusedError(reason)
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A parameter as an operator uses it."""
-
-    leaf: Leaf  # the use
-    slot: Slot
-    axis: int  # the axis of the parameter that the channels lie along
 
 
 @dataclass(frozen=True)
@@ -71,11 +60,6 @@ class Write:
 
     operand: Operand
     gain: Operand | None = None  # it scales each channel on the way (LayerScale)
-
-    @property
-    def is_value(self) -> bool:
-        """Return whether the parameter itself is added to the stream, as learned positions are."""
-        return self.operand.leaf.node is self.operand.leaf.argument
 
 
 @dataclass(frozen=True)
@@ -122,22 +106,14 @@ def _product_of(op: Node, value: Node | None = None) -> _Product | None:
     elif name in _CONVOLUTIONS and (argument(op, 6) or 1) == 1:
         if rank_of(argument(op, 1)) != rank_of(op):
             return None
-        padding = argument(op, 4) or 0
-        pads = padding != "valid" and any(as_list(padding))
+        # "same", "valid" or the width at each side.
+        padding = argument(op, 4) or ()
+        pads = padding != "valid" and any(padding)
         product = _Product(args[0], args[1], 1, 0, argument(op, 2), rank_of(op) - 1, pads)
     if product is None or product.weight in (product.value, product.bias):
         return None
     is_matrix = is_tensor(product.weight) and rank_of(product.weight) >= 2
     return product if is_matrix else None
-
-
-def _operand(op: Node, part: object, axis: int) -> Operand | None:
-    """Return an argument of an operator as the parameter behind it, None if it is computed."""
-    held = held_at(part, axis)
-    if held is None:
-        return None
-    assert isinstance(part, Node)
-    return Operand(Leaf(op, part), *held)
 
 
 def reader_of(node: Node, value: Node, axis: int) -> Reader:
@@ -149,13 +125,13 @@ def reader_of(node: Node, value: Node, axis: int) -> Reader:
     product = _product_of(node, value)
     if product is None or not product.reads(value, axis):
         raise RefusedError(f"read by {where(node)}, which is not linear in the channels")
-    weight = _operand(node, product.weight, product.contracted)
+    weight = operand_at(node, product.weight, product.contracted)
     if weight is None:
         raise RefusedError(f"read by {where(node)}, whose weight is computed, not a parameter")
-    out = held_at(product.weight, product.out)
+    out = operand_at(node, product.weight, product.out)
     bias, shift_refused = None, None
     if product.bias is not None:
-        bias = _operand(node, product.bias, 0)
+        bias = operand_at(node, product.bias, 0)
         size = (shape(product.weight)[product.out],)
         is_vector = bias is not None and bias.slot.tensor.shape == shape(product.bias) == size
         if not is_vector:
@@ -167,7 +143,7 @@ def reader_of(node: Node, value: Node, axis: int) -> Reader:
         shift_refused = f"{where(node)} has several weights in one, or none for a bias to belong to"
     if product.pads:
         shift_refused = f"{where(node)} pads with zeros: a bias would differ at its borders"
-    return Reader(weight, None if out is None else out[1], bias, shift_refused)
+    return Reader(weight, None if out is None else out.axis, bias, shift_refused)
 
 
 def writes(op: Node, axis: int) -> list[Write]:
@@ -181,7 +157,7 @@ def writes(op: Node, axis: int) -> list[Write]:
     for part, at in ((product.weight, product.out), (product.bias, 0)):
         if part is None:
             continue
-        operand = _operand(op, part, at)
+        operand = operand_at(op, part, at)
         if operand is None or shape(part)[at] != shape(op)[axis]:
             return []
         written.append(Write(operand))
@@ -194,12 +170,12 @@ def _gained(op: Node, axis: int) -> list[Write]:
     The gain can go into the operator's weight and bias.
     """
     inputs = [operand for operand in op.args if is_tensor(operand)]
-    if len(op.args) != 2 or op.kwargs or len(inputs) != 2:
+    if len(inputs) != 2:
         return []
     from_end = rank_of(op) - axis
     for part, value in (inputs, inputs[::-1]):
         at = rank_of(part) - from_end
-        gain = _operand(op, part, at) if at >= 0 else None
+        gain = operand_at(op, part, at) if at >= 0 else None
         if gain is None or gain.slot.tensor.ndim != 1 or shape(value) != shape(op):
             continue
         made = made_by(value, axis)
@@ -215,7 +191,7 @@ def require_new_bias(weight: Operand) -> None:
     owner = slot.owners[0]
     # Code that uses the weight without calling the layer would not add the bias.
     is_called = not set(owner.paths).isdisjoint(paths_of(weight.leaf.node))
-    if len(slot.owners) > 1 or not is_called or not _takes_bias(owner.module):
+    if not is_called or not _takes_bias(owner.module):
         raise RefusedError(
             f"no bias can be added to {slot.name}: it is not the weight of one linear layer"
         )

@@ -45,7 +45,7 @@ class Plan:
     @property
     def changes_anything(self) -> bool:
         """Return whether there is anything to fold."""
-        return any(fold.is_changed for fold in self.folds)
+        return bool(self.values or self.added)
 
     def value(self, slot: Slot) -> Tensor:
         """Return the value of a parameter so far."""
@@ -59,24 +59,23 @@ def planned(graph: Graph, folds: Sequence[SiteFold], options: Options) -> Plan:
         if fold.refused is None and index not in graph.calls:
             fold.refused = "never called while the model was traced"
         if fold.chosen and options.affine:
-            fold.affine = _affine(plan, fold, graph, graph.calls.get(index, []), options)
+            fold.affine = _affine(plan, index, graph, options)
     if options.center:
         _fold_means(plan, graph, options.center_partly)
     return plan
 
 
-def _affine(
-    plan: Plan, fold: SiteFold, graph: Graph, calls: Sequence[Node], options: Options
-) -> Rewrite:
+def _affine(plan: Plan, index: int, graph: Graph, options: Options) -> Rewrite:
     """Put a norm's weight and bias into everything that reads it, if all of that is linear."""
+    fold = plan.folds[index]
     if fold.refused is not None:
         return Rewrite(REFUSED, reason=fold.refused)
     if fold.weight is None and fold.bias is None:
         return Rewrite(NOTHING)
     try:
-        readers = readers_of(calls, fold)
+        readers = readers_of(graph.calls[index], fold)
         _require_readers(fold, readers, options.add_bias)
-        _require_free(fold, graph, calls)
+        _require_free(fold, graph, graph.calls[index])
     except RefusedError as refusal:
         return Rewrite(REFUSED, reason=str(refusal))
     # A layer drops its own tensors, and other owners keep theirs.
@@ -177,12 +176,10 @@ def _fold_means(plan: Plan, graph: Graph, partly: bool) -> None:
         called_on: dict[Stream, None] = {}
         for call in graph.calls[index]:
             value = call.all_input_nodes[0]
-            called_on[_stream_of(value, fold.site.dim % rank_of(value), plan.folds, streams)] = None
-        fold.center = _center(called_on, partly)
-        if fold.center.state == FOLDED:
-            freed.update(called_on)
-        elif fold.center.state == PARTLY:
-            freed.update(dict.fromkeys(_loses_linear_means(called_on)))
+            axis = fold.site.dim % rank_of(value)
+            called_on[_stream_of(value, axis, plan.folds, streams)] = None
+        fold.center, without_means = _center(list(called_on), partly)
+        freed.update(dict.fromkeys(without_means))
     _remove_means(plan, freed)
 
 
@@ -195,20 +192,16 @@ def _stream_of(value: Node, axis: int, folds: Sequence[SiteFold], known: list[St
     return known[-1]
 
 
-def _center(streams: Collection[Stream], partly: bool) -> Rewrite:
-    """Decide whether the means of all streams that a LayerNorm is called on can go."""
+def _center(streams: list[Stream], partly: bool) -> tuple[Rewrite, list[Stream]]:
+    """Decide which of the streams that a LayerNorm is called on lose their means, and return them."""
     reason = None
     for stream in streams:
         reason = reason or stream.writer_refused or stream.refused
-    if reason is None:
-        return Rewrite(FOLDED, _names_of_writers(streams))
-    freed = _loses_linear_means(streams) if partly else []
-    return Rewrite(PARTLY if freed else REFUSED, _names_of_writers(freed), reason)
-
-
-def _loses_linear_means(streams: Collection[Stream]) -> list[Stream]:
-    """Return the streams whose linear writers can lose their means, although others keep theirs."""
-    return [stream for stream in streams if stream.refused is None and stream.writes]
+    state = FOLDED
+    if reason is not None:
+        streams = [s for s in streams if partly and s.refused is None and s.writes]
+        state = PARTLY if streams else REFUSED
+    return Rewrite(state, _names_of_writers(streams), reason), streams
 
 
 def _names_of_writers(streams: Collection[Stream]) -> tuple[str, ...]:

@@ -21,26 +21,13 @@ class Rewrite:
         reason: why it, or a part of it, stays.
 
     Example:
-        >>> print(Rewrite("folded", ("q.weight", "k.weight")))
-        folded into q.weight, k.weight
+        >>> Rewrite("folded", ("q.weight", "k.weight")).into
+        ('q.weight', 'k.weight')
     """
 
     state: str
     into: tuple[str, ...] = ()
     reason: str | None = None
-
-    def __str__(self) -> str:
-        """Return it in a few words."""
-        text = self.state
-        if self.into:
-            text += f" into {', '.join(self.into[:3])}"
-        if len(self.into) > 3:
-            text += f" and {len(self.into) - 3} more"
-        if not self.reason:
-            return text
-        if self.state == REFUSED:
-            return f"{text}: {self.reason}"
-        return f"{text}; {self.reason}"
 
 
 NOT_WANTED = Rewrite(OFF)

@@ -18,7 +18,7 @@ from dynorm.find.tokens import (
 )
 from dynorm.fold.check import WideCasts, relative_error
 from dynorm.fold.graph import double
-from dynorm.fold.report import FOLDED, NOT_WANTED, PARTLY, FoldedSite, Rewrite
+from dynorm.fold.report import FOLDED, NOT_WANTED, FoldedSite, Rewrite
 from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import NormSite
@@ -99,11 +99,6 @@ class SiteFold:
     def becomes_rms(self) -> bool:
         """Return whether it is a LayerNorm that becomes an RMSNorm."""
         return self.center.state == FOLDED
-
-    @property
-    def is_changed(self) -> bool:
-        """Return whether the fold changes anything here."""
-        return self.is_absorbed or self.center.state in (FOLDED, PARTLY)
 
     def site_after(self) -> NormSite | None:
         """Return the site of the norm as it is after the fold; None for a layer, or if it is gone."""
@@ -217,16 +212,10 @@ def _refusal(site: NormSite, module: nn.Module) -> str | None:
     """Return why nothing of a norm can be folded, whatever its neighbours are, or None."""
     if isinstance(module, AnnealedNorm):
         return "on its way from a norm to a point-wise function: call dynorm.finalize_(model) first"
-    if not site.path:
-        return "the model is the norm itself: nothing reads it"
-    if math.prod(site.normalized_shape) < 2:
-        return "it has a single channel"
     if site.has_weight and site.weight_name is None:
         return "no tensor of it holds its weight"
     if site.has_bias and site.bias_name is None:
         return "no tensor of it holds its bias"
-    if "forward" in module.__dict__:
-        return "an instance attribute replaces its forward"
     return None
 
 

@@ -7,6 +7,7 @@ from torch.fx import Node
 from dynorm.fold.channels import came_from, carried, factor_of
 from dynorm.fold.graph import (
     Leaf,
+    Operand,
     argument,
     is_move,
     is_tensor,
@@ -20,7 +21,7 @@ from dynorm.fold.graph import (
     where,
     width,
 )
-from dynorm.fold.operators import Operand, Reader, RefusedError, Write, reader_of, writes
+from dynorm.fold.operators import Reader, RefusedError, Write, reader_of, writes
 from dynorm.fold.site import SiteFold
 
 _SUMS = ("aten.add", "aten.sub", "aten.rsub")
@@ -87,8 +88,9 @@ class Stream:
                 for user in users(value):
                     self._follow_on(user, value, axis)
             elif self.values[value] != axis:
-                self._refuse_writer(f"{where(value)} has the channels on two axes")
                 self._refuse(f"{where(value)} has the channels on two axes")
+        if not self.writes:
+            self._refuse("nothing writes into it")
         narrowest = min(map(width, self.values))
         for write in self.writes:
             reason = self._shared(write, narrowest)
@@ -139,14 +141,13 @@ class Stream:
         place = where(value)
         assert isinstance(parts, Iterable)
         for part in parts:
-            if not is_tensor(part):
-                self._refuse_writer(f"written by {place}, which adds a number to all channels")
-                continue
-            at = rank_of(part) - rank_of(value) + axis
-            if at < 0 or shape(part)[at] != shape(value)[axis]:
+            at = -1
+            if is_tensor(part):
+                at = rank_of(part) - rank_of(value) + axis
+            if at >= 0 and shape(part)[at] == shape(value)[axis]:
+                self._todo.append((part, at))
+            else:
                 self._refuse_writer(f"written by {place}, in parts or one number for all channels")
-                continue
-            self._todo.append((part, at))
 
     def _follow_on(self, user: Node, value: Node, axis: int) -> None:
         """Follow a value to one of its uses."""
@@ -184,8 +185,8 @@ class Stream:
             refused = gain.slot.refused
         if refused is not None:
             return f"{slot.name} writes into it: {refused}"
-        # The uses of a parameter that is a value of the stream were followed.
-        if not write.is_value:
+        # The uses of a parameter that is itself a value of the stream were followed.
+        if write.operand.leaf.node is not write.operand.leaf.argument:
             allowed = {other.operand.leaf: other for other in self.writes if other.gain == gain}
             for leaf in slot.leaves:
                 other = allowed.get(leaf)

@@ -3,7 +3,6 @@
 import copy
 import enum
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TypeVar
 
 import torch
@@ -54,8 +53,6 @@ def tensors_in(value: object) -> list[Tensor]:
 def _is_plain_object(value: object) -> bool:
     """Return whether all that an object holds is in its ``__dict__``."""
     kind = type(value)
-    if kind is SimpleNamespace:
-        return True
     if any(vars(base).get("__slots__") for base in kind.__mro__):
         return False
     try:
@@ -106,7 +103,7 @@ def fresh(inputs: Inputs, seed: int, all_random: bool = True) -> Inputs:
 
     def renewed(value: Tensor) -> Tensor:
         same = value.detach().clone()
-        if not is_dense(value) or value.is_quantized or not value.numel():
+        if not is_dense(value) or not value.numel():
             return same
         if value.is_floating_point():
             drawn = _fresh_floats(same, generator, all_random)

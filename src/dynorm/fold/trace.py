@@ -111,9 +111,7 @@ class Graph:
             if index is not None:
                 self.calls.setdefault(index, []).append(node)
         # A dropout in place would write into the values around a norm that is gone.
-        self.drops_in_place = False
-        for module in model.modules():
-            self.drops_in_place |= isinstance(module, _DropoutNd) and module.inplace
+        self.drops_in_place = any(isinstance(m, _DropoutNd) and m.inplace for m in model.modules())
 
 
 def _slots(
@@ -131,24 +129,21 @@ def _slots(
         nodes = []
         for owner in owners:
             for path in owner.paths:
-                nodes += placeholders.get(f"{path}.{owner.name}" if path else owner.name, [])
+                nodes += placeholders.get(f"{path}.{owner.name}".lstrip("."), [])
+        first = owners[0]
+        is_left_out = first.name in first.module._non_persistent_buffers_set
         blocked = None
         if tensor in overlapping:
-            blocked = f"{owners[0]} shares its memory with another tensor of the model"
+            blocked = f"{first} shares its memory with another tensor of the model"
         elif len(owners) > 1:
-            blocked = f"{owners[0]} is {owners[1]} too"
+            blocked = f"{first} is {owners[1]} too"
             if isinstance(tensor, nn.Parameter):
                 blocked += ": pass untie=True"
-        elif not _is_saved(owners[0], tensor):
-            blocked = f"{owners[0]} is not saved with the model in floating point"
+        elif is_left_out or not tensor.is_floating_point():
+            blocked = f"{first} is not saved with the model in floating point"
         is_in_norm = any(owner.module in inside for owner in owners)
         slots[tensor] = Slot(tensor, owners, nodes, blocked, is_in_norm)
     return slots
-
-
-def _is_saved(owner: Owner, tensor: Tensor) -> bool:
-    is_left_out = owner.name in owner.module._non_persistent_buffers_set
-    return tensor.is_floating_point() and not is_left_out
 
 
 def _owners(model: nn.Module) -> Owners:
@@ -170,7 +165,9 @@ def _exported(flat: "_Flat") -> "ExportedProgram":
     # This import loads sympy, which importing dynorm must not do.
     import torch.export
 
-    program = torch.export.export(flat, tuple(flat.tensors), strict=False)
+    program = torch.export.export(
+        flat, tuple(tensor.detach() for tensor in flat.tensors), strict=False
+    )
     if all(map(_is_functional, program.graph.nodes)):
         # An operator whose result is not used is not a use of its inputs.
         program.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
