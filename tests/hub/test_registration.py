@@ -89,7 +89,7 @@ print(type(model.embeddings.LayerNorm).__name__)
 import program
 try:
     program.load()
-except OSError as error:
+except ValueError as error:
     assert "import dynorm before you load this model" in str(error)
     program.load(trust_remote_code=True)
 """,
