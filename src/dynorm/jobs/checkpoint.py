@@ -183,12 +183,6 @@ class Checkpoint:
         if self.kind == "texts" and tokenizer.pad_token is None:
             # Any token will do, because the mask hides it.
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-        if self.gguf:
-            # The weights are dequantized now, but transformers would refuse to save them.
-            model.hf_quantizer = None
-            model.is_quantized = False
-            model.quantization_method = None
-            vars(model.config).pop("quantization_config", None)
         return Pretrained(
             model.to(self.device), tokenizer, self.language_model, self.source, remarks
         )
@@ -218,6 +212,12 @@ class Checkpoint:
         """
         model, info = self._read(cls, dtype=self.dtype, output_loading_info=True)
         remarks = _require_same_parts(self.source, model, info)
+        if self.gguf:
+            # The weights are dequantized now, but transformers would refuse to save them.
+            model.hf_quantizer = None
+            model.is_quantized = False
+            model.quantization_method = None
+            vars(model.config).pop("quantization_config", None)
         if self.kind == "images" and any("pooler" in key for key in info["missing_keys"]):
             # Its weights are random. Without it, the class token itself is compared.
             model.pooler = None

@@ -40,7 +40,7 @@ def fold_pretrained(
     require_output(folder, out, overwrite=overwrite)
     checkpoint = Checkpoint(folder, dtype="auto")
     names = checkpoint.config.architectures or [""]
-    model_class = getattr(transformers, names[0], transformers.AutoModel)
+    model_class = getattr(transformers, names[0], checkpoint.auto)
     model, remarks = checkpoint.model(model_class)
     inputs: dict[str, Any] = example_of(model)
     say(f"{type(model).__name__} from {folder}, traced with {', '.join(inputs)}")
