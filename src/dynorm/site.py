@@ -35,6 +35,8 @@ class NormSite(PlainRecord):
         input_shape: Shape of the tensor at the first call.
         promote: Whether its output has the dtype that input and weight are promoted to, as Llama's;
             otherwise it has that of the input.
+        keep_order: Whether its output has the memory order of its input, as Llama's; otherwise it is
+            contiguous.
 
     Example:
         >>> site = NormSite("encoder.norm", kind="layernorm", normalized_shape=(768,), eps=1e-5)
@@ -59,6 +61,7 @@ class NormSite(PlainRecord):
     bias_name: str | None = None
     input_shape: tuple[int, ...] = ()
     promote: bool = False
+    keep_order: bool = False
 
     def matches(self, glob: str) -> bool:
         """Return whether one of its paths, aliases too, matches a glob; `*` also spans dots."""

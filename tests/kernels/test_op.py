@@ -174,13 +174,19 @@ def test_derivatives(kind: type[PointwiseNorm], options: dict[str, Any], calls: 
         return functional_call(layer, dict(zip(names, values, strict=True)), (x,))
 
     leaves = (torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True), *layer.parameters())
-    # Writing columns over has no batched gradient.
-    batched = "witnesses" not in options
-    assert gradcheck(call, leaves, check_forward_ad=True, check_batched_grad=batched)
+    assert gradcheck(call, leaves, check_forward_ad=True, check_batched_grad=True)
     assert gradgradcheck(call, leaves)
     # The definition serves a line with witnesses.
-    served = batched or kind is not LinearControl
+    served = "witnesses" not in options or kind is not LinearControl
     assert ("gradients" in calls) == (served and _cpu.name() != "torch")
+    # A gradient that can be differentiated again is that of the definition too.
+    x, grad = leaves[0], torch.randn(2, 3, 3, dtype=torch.float64)
+    (want,) = torch.autograd.grad(layer.definition(x), x, grad)
+    (got,) = torch.autograd.grad(layer(x), x, grad, create_graph=True)
+    assert_close(got, want)
+    y = layer(x)
+    (batched,) = vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True))(grad[None])
+    assert_close(batched[0], want)
 
 
 @needs_kernels
@@ -337,15 +343,18 @@ def test_compiled_training_gives_the_same_gradients_at_every_size(
     backend: str, calls: list[str]
 ) -> None:
     blocks = nn.Sequential(DyISRU(8, witnesses=2), DyISRU(8), DyT(8, dim=1), Derf(8, bias=False))
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(blocks, backend=counter, fullgraph=True)
     for rows in (3, 5, 9):
         x = torch.randn(rows, 8, 8)
         want = with_gradients(blocks, x)
         calls.clear()
         got = with_gradients(compiled, x)
-        assert calls == ["forward"] * 4 + ["gradients"] * 4
+        # The definition serves witnesses.
+        assert calls == ["forward"] * 3 + ["gradients"] * 3
         for a, b in zip(got, want, strict=True):
             assert_close(a, b, rtol=1e-5, atol=1e-5)
     # For the first size, and then for any.
@@ -354,13 +363,84 @@ def test_compiled_training_gives_the_same_gradients_at_every_size(
 
 @needs_kernels
 def test_layers_compiled_one_by_one_share_their_code() -> None:
+    from torch._dynamo.testing import CompileCounter
+
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    layers = [build(DyISRU, 8) for _ in range(4)]
+    counter = CompileCounter()
+    plain = [build(DyISRU, 8) for _ in range(3)]
+    with_room = [build(DyISRU, 8, witnesses=(5, *(-1,) * 3)) for _ in range(3)]
+    with_room[1].set_witnesses_((2, 0), room=4)
+    with_room[2].set_witnesses_((2, 0, 7, 4), (1.0, 2.0, 0.5, 0.3))
+    x = torch.randn(3, 8)
+    for layers in (plain, with_room):
+        before = counter.frame_count
+        for layer in layers:
+            compiled = torch.compile(layer, backend=counter, fullgraph=True)
+            y = compiled(x)
+            y.sum().backward()
+            assert_close(y, layer(x))
+        assert counter.frame_count == before + 1
+
+
+def test_room_for_witnesses_changes_nothing_but_the_sizes() -> None:
+    layer, x = DyISRU(8, witnesses=(5, 1)), torch.randn(3, 8)
+    want = layer(x)
+    layer.set_witnesses_((5, 1), room=4)
+    assert layer.log_gain is not None
+    assert layer.log_gain.shape == (4,)
+    assert torch.equal(layer(x), want)
+    again = DyISRU(**layer.config())
+    again.load_state_dict(layer.state_dict())
+    assert again.witness_channels == (5, 1)
+    assert torch.equal(again(x), want)
+
+
+@needs_kernels
+@pytest.mark.parametrize("compiled", [False, True])
+def test_memory_order_is_that_of_an_elementwise_norm(compiled: bool, calls: list[str]) -> None:
+    layers: list[PointwiseNorm] = [
+        dynorm.layers.AnnealedDyT(8, keep_order=True, kind="rmsnorm"),
+        build(DyISRU, 8, keep_order=True, witnesses=2),
+        build(DyISRU, 8, keep_order=True),
+    ]
+    permuted = torch.randn(2, 3, 5, 8).transpose(1, 2)
+    torch._dynamo.reset()
     for layer in layers:
-        compiled = torch.compile(layer, backend=counter, fullgraph=True)
-        compiled(torch.randn(3, 8)).sum().backward()
-    assert counter.frame_count == 1
+        call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        y = call(permuted)
+        assert y.stride() == permuted.stride()
+        assert_close(y, layer(permuted.contiguous()))
+    part = torch.randn(2, 5, 3, 16)[..., 8:]
+    assert layers[-1](part).is_contiguous()
+    assert "forward" in calls
+    assert DyISRU(8)(permuted).is_contiguous()
+
+
+def test_a_fused_sum_is_the_sum_and_the_layer_of_it(kind: type[PointwiseNorm]) -> None:
+    seen: list[Tensor] = []
+    x, residual = torch.randn(2, 3, 8, requires_grad=True), torch.randn(2, 3, 8, requires_grad=True)
+    for options in ({}, {"dim": 1}, {"witnesses": 2}, {"promote": True}):
+        size = 3 if "dim" in options else 8
+        layer = build(kind, size, **options)
+        for hooked in (False, True):
+            if hooked:
+                layer.register_forward_hook(lambda module, args, y: seen.append(args[0]))
+            y, total = layer(x, residual=residual)
+            assert torch.equal(total, x + residual)
+            assert_close(y, layer.definition(total))
+            weight = torch.randn_like(total)
+            got = torch.autograd.grad((y * weight).sum() + (total**2).sum(), [x, residual])
+            plain = x + residual
+            want = torch.autograd.grad(
+                (layer.definition(plain) * weight).sum() + (plain**2).sum(), [x, residual]
+            )
+            assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert torch.equal(seen[-1], total)
+    # Each of the results may be unused, and the sum may be wider.
+    (unused,) = torch.autograd.grad(layer(x, residual=residual)[1].sum(), x)
+    assert torch.equal(unused, torch.ones_like(x))
+    y, total = layer(x, residual=residual.double())
+    assert total.dtype == torch.float64
 
 
 def test_autocast_and_checkpoint(kind: type[PointwiseNorm]) -> None:

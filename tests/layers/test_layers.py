@@ -284,3 +284,30 @@ def test_refused_inputs(kind: type[PointwiseNorm]) -> None:
             kind(4)(torch.ones(4, dtype=dtype))
     with pytest.raises(ArgumentError, match=r"tensor.*list"):
         kind(4)([1.0, 2.0, 3.0, 4.0])
+
+
+class _Head(nn.Module):
+    """An attention's query as transformers models compute it, with a norm of each head."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (3, 8)).transpose(1, 2)
+        return self.norm(heads).transpose(1, 2).view(x.shape)
+
+
+def test_a_layer_returns_the_memory_order_of_the_norm_that_it_replaces() -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    x = torch.randn(2, 5, 24)
+    for to in ("dyisru", "annealed"):
+        model = _Head(Qwen3RMSNorm(8))
+        dynorm.convert_(model, dynorm.find_norms(model, x), to=to)
+        assert isinstance(model.norm, dynorm.layers.PointwiseNorm)
+        assert model(x).shape == x.shape
+        assert torch.compile(model, backend="eager", fullgraph=True)(x).shape == x.shape
+    # torch's LayerNorm is contiguous.
+    sites = dynorm.find_norms(nn.Sequential(nn.LayerNorm(8)), torch.randn(2, 8))
+    assert not sites[0].keep_order

@@ -104,6 +104,8 @@ class SiteFit:
         fixed = () if norm.witnesses else layer.witness_channels
         if norm.witnesses or fixed:
             self._scales = TokenScales(self.kind, self.eps, norm.witnesses, fixed=fixed)
+        # One size in all layers of a conversion.
+        self._room = norm.witnesses or layer.room
         self._updates = 0
         self._solution: Solution | None = None
         # From the first tokens that have a spread over their channels.
@@ -272,7 +274,7 @@ class SiteFit:
             and before.gains == chosen.gains
         ):
             return False
-        self.layer.set_witnesses_(chosen.channels, chosen.gains)
+        self.layer.set_witnesses_(chosen.channels, chosen.gains, self._room)
         beta = self._typical
         decades = _DECADES
         if chosen.channels:

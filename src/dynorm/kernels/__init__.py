@@ -1,14 +1,13 @@
 """Fused kernels for eager mode, which the layers call: C++ on a CPU, Triton on a GPU."""
 
 from dynorm.kernels._form import Form, FunctionCode, Parameters
-from dynorm.kernels._op import backend, may_serve, pointwise, traced
+from dynorm.kernels._op import backend, pointwise, traced
 
 __all__ = [
     "Form",
     "FunctionCode",
     "Parameters",
     "backend",
-    "may_serve",
     "pointwise",
     "traced",
 ]

@@ -365,7 +365,8 @@ def _gradients(*arguments: Any) -> list[Tensor]:
     form, needed = Form(*arguments[9:12]), arguments[12]
     found = _gradients_by_kernel(form, grad, grad_sum, tensors, needed)
     if found is None:
-        return _plain_gradients(*arguments)
+        leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
+        return _plain_gradients(grad, grad_sum, *leaves, *arguments[9:])
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -373,12 +374,11 @@ def _plain_gradients(*arguments: Any) -> list[Tensor]:
     """Return the gradients by the definition, which can be differentiated again."""
     grad, grad_sum, x, *numbers, token_constant = arguments[:9]
     form, needed = Form(*arguments[9:12]), arguments[12]
-    tensors = [x, *numbers, token_constant]
     again = torch.is_grad_enabled()
-    if not again:
-        tensors = [t if t is None else t.detach().requires_grad_() for t in tensors]
-    inputs = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
     with torch.enable_grad():
+        # Views, so that a gradient is that of the call alone: T may itself depend on x.
+        tensors = [t if t is None else t.view_as(t) for t in (x, *numbers, token_constant)]
+        inputs = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
         y = form.definition(tensors[0], Parameters(*tensors[1:6]), tensors[6])
         found = torch.autograd.grad(y, inputs, grad, create_graph=again, materialize_grads=True)
     gradients = list(found)

@@ -143,7 +143,13 @@ class AnnealedNorm(PointwiseNorm):
         """Return the norm, by torch's own kernel if it takes this axis and these dtypes."""
         weight = self.factor()
         is_layer_norm = self.kind == "layernorm"
-        if self.dim == -1 and all(p is None or p.dtype == x.dtype for p in (weight, self.bias)):
+        # These return contiguous tensors.
+        is_ordered = x.is_contiguous() or not self.keep_order
+        if (
+            is_ordered
+            and self.dim == -1
+            and all(p is None or p.dtype == x.dtype for p in (weight, self.bias))
+        ):
             if is_layer_norm:
                 return layer_norm(x, self.normalized_shape, weight, self.bias, self.norm_eps)
             if self.bias is None:

@@ -23,7 +23,13 @@ def by_kernel(
         x = x.movedim(layer.dim, -1)
         residual = None if residual is None else residual.movedim(layer.dim, -1)
     if not x.is_contiguous():
-        x = x.contiguous()
+        if not (layer.keep_order and is_last):
+            x = x.contiguous()
+        elif x.stride(-1) != 1 or layer.witness_channels:
+            return None
+        else:
+            # Dense in the same order, whatever it was.
+            x = x.clone()
     # Plain tuples, and parameters from the dictionary of nn.Module: a kernel is done in a few
     # microseconds, and attributes and named tuples take as long.
     form = (layer.kernel, layer.logarithmic, layer.scale)
@@ -54,8 +60,7 @@ def _with_witnesses(
     own sum, so its channel is computed by the definition and written over.
     """
     # A line has no bound, and where tokens grow its constant, the definition clamps x.
-    is_line = layer.kernel == kernels.FunctionCode.LINEAR
-    if is_line or not kernels.may_serve(x, *parameters, layer.log_gain):
+    if kernels.traced(x) or layer.kernel == kernels.FunctionCode.LINEAR:
         return None
     index, gain = layer.witnesses_and_gains()
     center = _chosen(layer.center, index)

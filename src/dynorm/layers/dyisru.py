@@ -36,6 +36,8 @@ class DyISRU(LogBetaNorm):
             instead of that of x.
         weight_offset: added to ``weight``, in at least float32, before it multiplies: 1.0 for a
             norm whose factor is 1 + w, of which the layer then holds w with all its digits.
+        keep_order: return y in the order that x has in memory, as a norm of element-wise operations
+            such as Llama's does; otherwise y is contiguous, as torch's ``layer_norm`` returns it.
         device: where the parameters live.
         dtype: the parameters' dtype.
 

@@ -24,6 +24,7 @@ class LayerArguments(TypedDict, total=False):
     dim: int
     promote: bool
     weight_offset: float
+    keep_order: bool
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -65,12 +66,15 @@ class PointwiseModule(nn.Module):
     log_gain: nn.Parameter | None
     witnesses: Tensor | None
     witness_channels: tuple[int, ...]
+    # The number of entries of `witnesses` and `log_gain`.
+    room: int
     channels: int
     dim: int
     scale: float
     per_channel: bool
     promote: bool
     weight_offset: float
+    keep_order: bool
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -113,7 +117,18 @@ class PointwiseModule(nn.Module):
         """Return the positions of the witnesses, and the weight of the square of each."""
         assert self.witnesses is not None
         assert self.log_gain is not None
-        return self.witnesses, upcast(self.log_gain).exp()
+        witnesses, gains = self.witnesses, upcast(self.log_gain).exp()
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            count = len(self.witness_channels)
+            return witnesses[:count], gains[:count]
+        # Of one size, so that the layers of a model share a graph: what is left of the room is the
+        # first witness once more, with a weight of 0.
+        is_named = witnesses >= 0
+        return torch.where(is_named, witnesses, witnesses[:1]), torch.where(is_named, gains, 0)
+
+    def witness_positions(self) -> tuple[int, ...]:
+        """Return the positions of the witnesses, and -1 for what is left of the room."""
+        return self.witness_channels + (-1,) * (self.room - len(self.witness_channels))
 
     def constant_parameters(self) -> list[nn.Parameter]:
         """Return all parameters except weight and bias: the constants, the centre and the gains."""
@@ -180,21 +195,28 @@ class PointwiseModule(nn.Module):
 
     @torch.inference_mode(False)
     def set_witnesses_(
-        self, witnesses: int | Sequence[int], gains: Sequence[float] | None = None
+        self,
+        witnesses: int | Sequence[int],
+        gains: Sequence[float] | None = None,
+        room: int | None = None,
     ) -> None:
         """Replace the witnesses; an empty sequence makes the layer a function of one channel again.
 
         ``log_gain`` becomes a new parameter: give it to the optimizer afterwards.
 
         Args:
-            witnesses: the positions of at most 16 channels; a number N for the first N.
+            witnesses: the positions of at most 16 channels, and -1 for more room; a number N for the
+                first N.
             gains: the weight of the square of each, 1 by default.
+            room: the number of entries that hold them, at least their own number, which it is by
+                default. Layers with the same room share one graph of torch.compile.
 
         Raises:
             ArgumentError: there are too many witnesses, one is out of range or named twice, or the
                 gains are not positive numbers, one for each witness.
         """
-        channels = check_witnesses(witnesses, self.channels)
+        positions = check_witnesses(witnesses, self.channels)
+        channels = tuple(k for k in positions if k >= 0)
         if gains is None:
             gains = [1.0] * len(channels)
         if not isinstance(gains, Iterable) or len(gains) != len(channels):
@@ -202,32 +224,32 @@ class PointwiseModule(nn.Module):
                 f"gains must be a list, one for each of {len(channels)} witnesses, got {gains!r}"
             )
         logarithms = [math.log(check_positive("gains", gain)) for gain in gains]
+        room = max(room or 0, len(positions))
+        logarithms += [0.0] * (room - len(channels))
         log_gain = None
         if channels:
             like = self.first_constant
             values = torch.tensor(logarithms, device=like.device, dtype=like.dtype)
             log_gain = nn.Parameter(values, like.requires_grad)
-        self._register_witnesses(channels, log_gain)
-
-    def _register_witnesses(self, channels: tuple[int, ...], log_gain: nn.Parameter | None) -> None:
         self.witness_channels = channels
+        self.room = room if channels else 0
         self.register_parameter("log_gain", log_gain)
         # In the state dict, so that a checkpoint says which channels its gains belong to.
         positions = None
         if log_gain is not None:
-            positions = torch.tensor(channels, device=log_gain.device)
+            positions = torch.tensor(self.witness_positions(), device=log_gain.device)
         self.register_buffer("witnesses", positions)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # From the meta device to_empty brings arbitrary numbers.
         if self.witnesses is not None and not self.witnesses.is_meta:
-            self.witnesses = torch.tensor(self.witness_channels, device=self.witnesses.device)
+            self.witnesses = torch.tensor(self.witness_positions(), device=self.witnesses.device)
         return self
 
     def has_witnesses(self, saved: Tensor) -> bool:
         """Return whether the tensor of a checkpoint names this layer's witnesses."""
-        return saved.dtype == torch.int64 and saved.tolist() == list(self.witness_channels)
+        return saved.dtype == torch.int64 and saved.tolist() == list(self.witness_positions())
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         saved = state_dict.get(f"{prefix}witnesses")
@@ -235,7 +257,7 @@ class PointwiseModule(nn.Module):
         if has_values and self.witness_channels and not self.has_witnesses(saved):
             errors: list[str] = args[-1]
             errors.append(
-                f"{prefix}witnesses must be the layer's, {list(self.witness_channels)}, got "
+                f"{prefix}witnesses must be the layer's, {list(self.witness_positions())}, got "
                 f"{saved.tolist()}: build the layer with the witnesses of the checkpoint"
             )
             return
@@ -263,10 +285,12 @@ class PointwiseModule(nn.Module):
         }
         if self.promote:
             config["promote"] = True
+        if self.keep_order:
+            config["keep_order"] = True
         if self.weight_offset:
             config["weight_offset"] = self.weight_offset
         if self.witness_channels:
-            config["witnesses"] = list(self.witness_channels)
+            config["witnesses"] = list(self.witness_positions())
         return config | {name: getattr(self, name) for name in self.own_arguments}
 
     def extra_repr(self) -> str:
@@ -280,7 +304,16 @@ class PointwiseModule(nn.Module):
         if self.dim != -1:
             parts.append(f"dim={self.dim}")
         config = self.config()
-        for name in ("per_channel", "center", "promote", "witnesses", "weight_offset"):
+        if self.witness_channels:
+            config["witnesses"] = list(self.witness_channels)
+        for name in (
+            "per_channel",
+            "center",
+            "promote",
+            "keep_order",
+            "witnesses",
+            "weight_offset",
+        ):
             if config.get(name):
                 parts.append(f"{name}={config[name]}")
         parts += [f"{name}={config[name]}" for name in ("elementwise_affine", "bias")]

@@ -46,6 +46,7 @@ class PointwiseNorm(PointwiseModule):
         dim: int = -1,
         promote: bool = False,
         weight_offset: float = 0.0,
+        keep_order: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -59,6 +60,7 @@ class PointwiseNorm(PointwiseModule):
             raise ArgumentError("scale must not be 0, got 0: leave it out for sqrt(C)")
         self.weight_offset = check_finite("weight_offset", weight_offset)
         self.promote = promote
+        self.keep_order = keep_order
         self.per_channel = per_channel
 
         def add(name: str, size: int, exists: bool = True) -> None:
@@ -124,7 +126,7 @@ class PointwiseNorm(PointwiseModule):
 
         Returns:
             The shape of ``x`` and its dtype, or with ``promote`` the promotion with the weight's;
-            contiguous if the channels come last.
+            contiguous if the channels come last, except with ``keep_order``.
 
         Raises:
             ArgumentError: ``x`` is not a floating point tensor, or has another size at ``dim``.
@@ -146,7 +148,7 @@ class PointwiseNorm(PointwiseModule):
         if results is not None:
             return results[0]
         y = self.definition(x)
-        return y.contiguous() if self.dim == -1 else y
+        return y.contiguous() if self.dim == -1 and not self.keep_order else y
 
     def definition(self, x: Tensor) -> Tensor:
         """Return ``weight * scale * f(x - center) + bias`` by plain torch, in at least float32."""

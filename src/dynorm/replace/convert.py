@@ -285,6 +285,7 @@ def _built(
         scale=math.sqrt(bound),
         dim=site.dim,
         promote=site.promote,
+        keep_order=site.keep_order,
         weight_offset=site.weight_offset if site.weight_name else 0.0,
         device=like.device,
         dtype=like.dtype,
