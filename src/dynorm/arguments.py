@@ -221,10 +221,8 @@ def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int,
             f"there must be at most {MOST_WITNESSES} witnesses, got {len(positions)}: a sum over "
             "many channels is a norm again, so keep the norm"
         )
-    # -1 is room for a witness, without one.
-    named = tuple(k for k in positions if k != -1)
-    check_different_channels(named, channels)
-    return named + (-1,) * (len(positions) - len(named))
+    check_different_channels(positions, channels)
+    return positions
 
 
 def _positions(witnesses: object) -> tuple[int, ...]:

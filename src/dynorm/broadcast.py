@@ -48,7 +48,7 @@ def layers_from_first_rank_(model: nn.Module, work: Callable[[], Result]) -> Res
         )
     for path, layer in layers.items():
         witnesses, state = states[path]
-        layer.set_witnesses_(witnesses)
+        layer.set_witnesses_(witnesses, room=len(state.get("log_gain", ())))
         if "center" not in state:
             layer.center = None
         layer.load_state_dict(state)
@@ -58,4 +58,4 @@ def layers_from_first_rank_(model: nn.Module, work: Callable[[], Result]) -> Res
 def _state_of(layer: PointwiseNorm) -> tuple[tuple[int, ...], dict[str, Tensor]]:
     """Return a layer's witnesses, and its tensors on the CPU."""
     state = {name: value.cpu() for name, value in layer.state_dict().items()}
-    return layer.witness_positions(), state
+    return layer.witness_channels, state

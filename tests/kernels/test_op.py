@@ -368,7 +368,7 @@ def test_layers_compiled_one_by_one_share_their_code() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
     plain = [build(DyISRU, 8) for _ in range(3)]
-    with_room = [build(DyISRU, 8, witnesses=(5, *(-1,) * 3)) for _ in range(3)]
+    with_room = [build(DyISRU, 8, witnesses=(5,), room=4) for _ in range(3)]
     with_room[1].set_witnesses_((2, 0), room=4)
     with_room[2].set_witnesses_((2, 0, 7, 4), (1.0, 2.0, 0.5, 0.3))
     x = torch.randn(3, 8)

@@ -268,7 +268,8 @@ def _keeps_order(original: TokenFunction) -> bool:
     x = torch.ones(shape, dtype=original.dtype, device=original.device).transpose(0, 1)
     # A module may refuse another shape.
     with suppress(RuntimeError, TypeError, ValueError, IndexError):
-        return original.module(x).stride() == x.stride()
+        y: Tensor = original.module(x)
+        return y.stride() == x.stride()
     return False
 
 

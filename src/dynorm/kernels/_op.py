@@ -377,7 +377,9 @@ def _plain_gradients(*arguments: Any) -> list[Tensor]:
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # Views, so that a gradient is that of the call alone: T may itself depend on x.
-        tensors = [t if t is None else t.view_as(t) for t in (x, *numbers, token_constant)]
+        tensors: list[Any] = []
+        for tensor in (x, *numbers, token_constant):
+            tensors.append(None if tensor is None else tensor.view_as(tensor))
         inputs = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
         y = form.definition(tensors[0], Parameters(*tensors[1:6]), tensors[6])
         found = torch.autograd.grad(y, inputs, grad, create_graph=again, materialize_grads=True)

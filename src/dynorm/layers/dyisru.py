@@ -31,6 +31,8 @@ class DyISRU(LogBetaNorm):
         witnesses: the positions of at most 16 channels that show a token's scale, or a number N for
             the first N: beta becomes ``beta + sum of gain_k * u_k^2`` over the witnesses k other
             than the channel itself. With none, the default, a value depends on its own channel.
+        room: the size of the tensors that hold the witnesses; their number if that is larger. Layers
+            with the same room share one graph of torch.compile.
         dim: the channel axis, -1 or any other (1 for channels-first).
         promote: return the promotion of the dtypes of x and ``weight``, as Llama's RMSNorm does,
             instead of that of x.

@@ -21,6 +21,7 @@ class LayerArguments(TypedDict, total=False):
     center: bool
     scale: float | None
     witnesses: int | Sequence[int]
+    room: int
     dim: int
     promote: bool
     weight_offset: float
@@ -198,25 +199,22 @@ class PointwiseModule(nn.Module):
         self,
         witnesses: int | Sequence[int],
         gains: Sequence[float] | None = None,
-        room: int | None = None,
+        room: int = 0,
     ) -> None:
         """Replace the witnesses; an empty sequence makes the layer a function of one channel again.
 
         ``log_gain`` becomes a new parameter: give it to the optimizer afterwards.
 
         Args:
-            witnesses: the positions of at most 16 channels, and -1 for more room; a number N for the
-                first N.
+            witnesses: the positions of at most 16 channels; a number N for the first N.
             gains: the weight of the square of each, 1 by default.
-            room: the number of entries that hold them, at least their own number, which it is by
-                default. Layers with the same room share one graph of torch.compile.
+            room: the size of the tensors that hold them; their number if that is larger.
 
         Raises:
             ArgumentError: there are too many witnesses, one is out of range or named twice, or the
                 gains are not positive numbers, one for each witness.
         """
-        positions = check_witnesses(witnesses, self.channels)
-        channels = tuple(k for k in positions if k >= 0)
+        channels = check_witnesses(witnesses, self.channels)
         if gains is None:
             gains = [1.0] * len(channels)
         if not isinstance(gains, Iterable) or len(gains) != len(channels):
@@ -224,7 +222,7 @@ class PointwiseModule(nn.Module):
                 f"gains must be a list, one for each of {len(channels)} witnesses, got {gains!r}"
             )
         logarithms = [math.log(check_positive("gains", gain)) for gain in gains]
-        room = max(room or 0, len(positions))
+        room = max(room, len(channels))
         logarithms += [0.0] * (room - len(channels))
         log_gain = None
         if channels:
@@ -290,7 +288,9 @@ class PointwiseModule(nn.Module):
         if self.weight_offset:
             config["weight_offset"] = self.weight_offset
         if self.witness_channels:
-            config["witnesses"] = list(self.witness_positions())
+            config["witnesses"] = list(self.witness_channels)
+        if self.room > len(self.witness_channels):
+            config["room"] = self.room
         return config | {name: getattr(self, name) for name in self.own_arguments}
 
     def extra_repr(self) -> str:
@@ -304,8 +304,6 @@ class PointwiseModule(nn.Module):
         if self.dim != -1:
             parts.append(f"dim={self.dim}")
         config = self.config()
-        if self.witness_channels:
-            config["witnesses"] = list(self.witness_channels)
         for name in (
             "per_channel",
             "center",

@@ -11,6 +11,7 @@ from dynorm.arguments import (
     Shape,
     along,
     check_channels,
+    check_count,
     check_dim,
     check_finite,
     check_floating,
@@ -43,6 +44,7 @@ class PointwiseNorm(PointwiseModule):
         center: bool = False,
         scale: float | None = None,
         witnesses: int | Sequence[int] = (),
+        room: int = 0,
         dim: int = -1,
         promote: bool = False,
         weight_offset: float = 0.0,
@@ -73,7 +75,7 @@ class PointwiseNorm(PointwiseModule):
         for name in self.constants:
             add(name, constant_size)
         add("center", constant_size, center)
-        self.set_witnesses_(witnesses)
+        self.set_witnesses_(witnesses, room=check_count("room", room, 0))
         add("weight", self.channels, elementwise_affine)
         add("bias", self.channels, elementwise_affine and bias)
         self.reset_parameters()
