@@ -29,6 +29,7 @@ from dynorm.jobs import encode, load_pretrained, make_batches
 from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import image_inputs
 from dynorm.jobs.texts import split_texts, standard_library_docstrings
+from dynorm.report.conversion import compare
 from tools import pictures
 from tools.demo_model import folder
 
@@ -91,8 +92,8 @@ RUNS = {
         Run("dyisru", 16, 0),
     ],
     "dinov2": [
-        Run("dyisru", 0, 0),
-        Run("linear", 0, 0),
+        Run("dyisru", 0, 100),
+        Run("linear", 0, 100),
         Run("dyisru", 4, 0),
         Run("dyisru", 16, 0),
     ],
@@ -199,7 +200,7 @@ def measured(model: nn.Module, subject: Subject) -> Row:
     """Return the figures of a converted model on each kind of data."""
     row: Row = {}
     for kind, batches in subject.held_out.items():
-        output = dynorm.measure(model, batches, original=subject.model).output
+        output = compare(model, subject.model, batches)
         row[kind] = {name: round(getattr(output, name), 4) for name in subject.figures}
     return row
 

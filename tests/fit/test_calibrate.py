@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm.errors import CalibrationWarning, DataError
+from dynorm.errors import CalibrationWarning, DataError, ModelError
 from dynorm.fit import site_fit as fit
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import Replaced
@@ -497,6 +497,34 @@ def fails(
     assert same(parameters(model), before)
     assert [m.training for m in model.modules()] == modes
     assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("other", ["norm", "scale"])
+def test_a_shared_weight_is_refused(other: str) -> None:
+    """A fit for one of its modules would change the other without a word."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(C))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    second = nn.LayerNorm(C) if other == "norm" else Scale()
+    model = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C), second)
+    second.weight = model[0].weight
+    batch = scaled_tokens(64)
+    dynorm.convert_(model, dynorm.find_norms(model, batch))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        ModelError, match="must not share its parameters, but '.' and '.' have the same weight"
+    ):
+        dynorm.calibrate_(model, [batch])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    assert dynorm.calibrate_(model, [batch]).unreached == []
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks
 from dynorm.broadcast import layers_from_first_rank_
-from dynorm.errors import CalibrationWarning
+from dynorm.errors import CalibrationWarning, ModelError
 from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, stopping_at
 from dynorm.fit.site_fit import SiteFit
 from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
-from dynorm.layers import PointwiseNorm
+from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.plain import Plain
 from dynorm.replace.converted import layers_without_norms, replaced_by, require_layers
 from dynorm.replace.original import Outputs
@@ -155,7 +155,8 @@ def calibrate_(model: nn.Module, batches: Iterable[Batch]) -> CalibrationReport:
         A report with one row per site.
 
     Raises:
-        ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model).
+        ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model);
+            or a layer shares a parameter with another module.
         DataError: ``batches`` is empty, one is of the wrong kind, the model cannot run it, or an
             activation is not finite (the message names the site). The constants are then as they
             were.
@@ -175,6 +176,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Batch]) -> CalibrationReport:
     layers = require_layers(model, with_norms=True)
     for path, layer in layers.items():
         require_trainable(layer, path)
+    _require_unshared(model, layers)
     report = layers_from_first_rank_(model, lambda: _calibrate(model, layers, batches))
     if report.unreached:
         warnings.warn(
@@ -184,6 +186,23 @@ def calibrate_(model: nn.Module, batches: Iterable[Batch]) -> CalibrationReport:
             stacklevel=2,
         )
     return report
+
+
+def _require_unshared(model: nn.Module, layers: dict[str, PointwiseNorm]) -> None:
+    """Refuse a weight or bias that two modules share: fitted to one, it would be wrong for the other."""
+    fitted: dict[Tensor, str] = {}
+    for path, layer in layers.items():
+        if not isinstance(layer, AnnealedNorm):
+            fitted.update({parameter: path for parameter in layer.parameters()})
+    for other, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            path = fitted.get(parameter, other)
+            if path != other:
+                raise ModelError(
+                    f"a layer that is calibrated must not share its parameters, but {path!r} and "
+                    f"{other!r} have the same {name}: give one of them a copy, as in "
+                    f"module.{name} = nn.Parameter(module.{name}.detach().clone())"
+                )
 
 
 def _calibrate(
