@@ -172,7 +172,7 @@ def _backward(
                 num_warps=4,
             )
     # The memory stays. This is no view, so that autograd may add to it in place.
-    return buffer.resize_(x.shape)
+    return buffer.as_strided_(x.shape, x.stride())
 
 
 def choices(form: Form, parameters: Parameters, channels: int) -> dict[str, Any]:
