@@ -150,7 +150,10 @@ def register_quantizer(auto: ModuleType) -> None:
     """Register dynorm's quantization method; called when transformers' list of them is imported."""
     # `register_with_transformers` refuses other versions.
     if int(sys.modules["transformers"].__version__.split(".")[0]) >= 5:
-        importlib.import_module("dynorm.hub.quantizer").register(auto)
+        quantizer = importlib.import_module("dynorm.hub.quantizer")
+        # If its own import brought this one, it is not ready yet, and registers itself at its end.
+        if hasattr(quantizer, "register"):
+            quantizer.register(auto)
 
 
 def register_with_transformers(modeling: ModuleType) -> None:

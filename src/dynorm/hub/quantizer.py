@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -168,7 +169,7 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
 
-def register(auto: Any) -> None:
+def register(auto: Any = auto) -> None:
     """Add the method to transformers' lists; a reload of dynorm replaces it."""
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(METHOD, None)
     auto.AUTO_QUANTIZER_MAPPING.pop(METHOD, None)
@@ -253,3 +254,6 @@ def _dtype(name: object) -> torch.dtype | None:
     if isinstance(dtype, torch.dtype):
         return dtype
     return None
+
+
+register()

@@ -83,8 +83,11 @@ def measure(
     require_plain_model(model)
     require_plain_model(original)
     layers = require_layers(model)
-    warn_of_defaults(model)
+    default = warn_of_defaults(model)
     sites, remaining = with_sites(original, iterate(batches), sites)
+    facts = dict(meta or {})
+    if default:
+        facts["default_constants"] = len(default)
     paired, left = _paired(layers, original, sites, seed)
     comparison = OutputComparison(original, output)
     with undisturbed(nn.ModuleList([model, original]), evaluate=True):
@@ -102,7 +105,7 @@ def measure(
         kept=_kept(model, sites),
         left=left,
         unreached=[stats.site.path for stats in paired if not stats.tokens],
-        meta=dict(meta or {}),
+        meta=facts,
     )
 
 

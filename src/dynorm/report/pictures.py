@@ -102,11 +102,12 @@ def draw(axes: "Axes", fit: CurveFit, sample: Picture, colors: Mapping[str, str]
     axes.set_ylim(-_KNEE * math.sinh(top), _KNEE * math.sinh(top))
     _frame(axes, "input x − centre" if fit.center else "input x", "norm's core y", colors)
     # As pixels: a thousand dots of an SVG are a hundred kilobytes.
-    point, outlier = colors["point"], colors["outlier"]
-    axes.plot(x, sample.y, "o", color=point, markersize=2.5, rasterized=True)
+    axes.plot(x, sample.y, "o", color=colors["point"], markersize=2.5, rasterized=True)
     for bound in (-fit.scale, fit.scale):
         axes.axhline(bound, color=colors["soft"], linewidth=0.8, linestyle=_DASHED)
-    axes.plot(outlier_x, sample.outlier_y, "o", color=outlier, markersize=2.5, rasterized=True)
+    axes.plot(
+        outlier_x, sample.outlier_y, "o", color=colors["outlier"], markersize=2.5, rasterized=True
+    )
     curve = knee * torch.linspace(left, right, 121, dtype=torch.float64, device="cpu").sinh()
     for name in FUNCTIONS:
         y = fit.curve(name, curve + fit.center)

@@ -140,16 +140,21 @@ class ModelReport(Report):
         return " ".join(sentence for sentence in sentences if sentence)
 
     def _next_step(self) -> str:
+        if self.meta.get("default_constants"):
+            return (
+                "call dynorm.calibrate_(model, batches), because layers with default constants say "
+                "little"
+            )
         if not words.lost_quality(self.output):
             return "try it on your own task"
         known = self.meta.get("stages", {})
         if "distill" in known:
             return "distil longer, or keep the norms of the largest errors"
         unless = "" if known else ", unless you already have"
-        few = "give the layers a few named channels (witnesses=4)"
-        if any(site.witnesses for site in self.sites):
-            few = "keep single norms"
-        return f"distil it (dynorm.distill_, or --steps in the command){unless}, or {few}"
+        return (
+            f"distil it (dynorm.distill_, or --steps in the command){unless}, or give the layers a "
+            "few named channels (witnesses=4, at most 16)"
+        )
 
     def findings(self) -> list[str]:
         """Return the verdict and the figures of the stages."""
