@@ -76,7 +76,7 @@ class Report(NotTheModel):
     def __str__(self) -> str:
         """Return the report as text: the title, the findings, the table and the advice."""
         parts = [self.title(), *self.findings(), str(self.table()), *map(wrapped, self.advice())]
-        return "\n\n".join(part for part in parts if part)
+        return "\n\n".join(filter(None, parts))
 
     def __repr__(self) -> str:
         """Return the report in a few words."""
