@@ -517,9 +517,7 @@ def test_a_shared_weight_is_refused(other: str) -> None:
     batch = scaled_tokens(64)
     dynorm.convert_(model, dynorm.find_norms(model, batch))
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(
-        ModelError, match="must not share its parameters, but '.' and '.' have the same weight"
-    ):
+    with pytest.raises(ModelError, match="must not share its parameters"):
         dynorm.calibrate_(model, [batch])
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name

@@ -193,7 +193,7 @@ def _require_unshared(model: nn.Module, layers: dict[str, PointwiseNorm]) -> Non
     fitted: dict[Tensor, str] = {}
     for path, layer in layers.items():
         if not isinstance(layer, AnnealedNorm):
-            fitted.update({parameter: path for parameter in layer.parameters()})
+            fitted.update(dict.fromkeys(layer.parameters(), path))
     for other, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             path = fitted.get(parameter, other)
