@@ -111,7 +111,7 @@ lint: setup
 
 docs: .venv/docs.stamp
 	@mkdir -p build/pages
-	$(BIN)/dynorm prove --brief --out build/pages/proofs.html --overwrite
+	$(BIN)/dynorm prove --out build/pages/proofs.html --overwrite
 	$(BIN)/dynorm explore --out build/pages/explore.html --overwrite
 	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going -q -b html docs build/docs
 	@echo "Read build/docs/index.html."

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from dynorm.cli import app
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.paper.proof import prove, show
-from dynorm.paper.proof.notation import SYMBOLS, as_html, as_text, latex, one_line
+from dynorm.paper.proof.notation import SYMBOLS, as_html, as_text, latex
 from dynorm.paper.proof.prove import Report
 from dynorm.paper.proof.statement import Statement, Step
 from dynorm.paper.proof.statements import STATEMENTS
@@ -53,9 +53,9 @@ def broken() -> Report:
     return Report((prove.check(broken_statement()),), 0, 0.1)
 
 
-def printed(report: Report, *, brief: bool = False) -> str:
+def printed(report: Report) -> str:
     console = Console(file=io.StringIO(), width=400, highlight=False)
-    show.show(report, console, brief=brief)
+    show.show(report, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -93,23 +93,16 @@ def test_a_failure_is_shown(broken: Report) -> None:
     page, terminal = show.render(broken), printed(broken)
     Page(page)
     assert 'aria-label="does not hold"' in page
-    assert "✗" in terminal
     for text in (page, terminal):
         assert "1 of 1 statements do not hold: appendix-b" in text
         assert "not proven" in text
         assert "numbers contradict" in text
 
 
-def test_the_terminal_shows_each_step(report: Report) -> None:
+def test_the_terminal_shows_a_row_per_statement(report: Report) -> None:
     text = printed(report)
-    for statement in STATEMENTS:
-        assert statement.title in text
-        for step in statement.steps:
-            assert one_line(step.right) in text
-            assert as_text(step.reason) in text
     assert f"All {len(STATEMENTS)} statements hold" in text
-    assert "✗" not in text
-    rows = printed(report, brief=True).splitlines()[1:-1]
+    rows = text.splitlines()[1:-1]
     assert [row.split()[0] for row in rows] == [statement.name for statement in STATEMENTS]
 
 
@@ -191,7 +184,7 @@ def run(*arguments: str) -> Result:
 
 def test_the_command_writes_a_page(tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder" / "proofs.html"
-    result = run("--only", "appendix-*", "--out", str(out), "--brief")
+    result = run("--only", "appendix-*", "--out", str(out))
     assert result.exit_code == 0
     Page(out.read_text("utf-8"))
     assert "The statement holds" in result.stdout

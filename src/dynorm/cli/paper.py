@@ -112,7 +112,8 @@ def _check(
 @app.command()
 def prove(
     out: Annotated[
-        Path | None, typer.Option(help="Also write the proofs to this file, as one HTML page.")
+        Path | None,
+        typer.Option(help="Write the proofs, with all steps, to this file, as one HTML page."),
     ] = None,
     only: Annotated[
         list[str] | None,
@@ -121,9 +122,6 @@ def prove(
         ),
     ] = None,
     overwrite: Overwrite = False,
-    brief: Annotated[
-        bool, typer.Option("--brief", help="Print only the table, without the steps.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Prove the paper's theorems step by step for any number of channels; check them numerically.
@@ -145,10 +143,10 @@ def prove(
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
     else:
-        # Without a terminal rich assumes 80 columns, which would break formulas.
+        # Without a terminal rich assumes 80 columns, which would break names.
         has_width = Console().is_terminal or "COLUMNS" in os.environ
         console = Console(highlight=False, width=None if has_width else 140)
-        show.show(report, console, brief=brief)
+        show.show(report, console)
         if out is not None:
             typer.echo(f"The proofs are in {out}")
     raise typer.Exit(0 if report.holds else 1)

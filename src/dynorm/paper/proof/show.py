@@ -7,15 +7,14 @@ import os
 import re
 from collections.abc import Iterator
 
-from rich.console import Console, Group
-from rich.padding import Padding
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from dynorm.errors import require_library
 from dynorm.files import require_writable, write_text
 from dynorm.paper.proof.notation import RELATIONS, as_html, as_text, latex, mathml, one_line
-from dynorm.paper.proof.prove import CheckedStatement, CheckedStep, Report
+from dynorm.paper.proof.prove import CheckedStep, Report
 from dynorm.paper.proof.statement import Statement, Step, symbols_in
 from dynorm.report.rendering import rendered
 
@@ -96,12 +95,8 @@ def _definitions(statement: Statement) -> Iterator[str]:
             yield mathml(f"{latex(symbol)} = {latex(formula)}")
 
 
-def show(report: Report, console: Console, *, brief: bool = False) -> None:
-    """Print a report, or only its table if brief."""
-    if not brief:
-        for checked in report.statements:
-            console.print(_proof(checked))
-            console.print()
+def show(report: Report, console: Console) -> None:
+    """Print one row per statement, and each step that does not hold; the page has all steps."""
     console.print(_table(report))
     console.print(summary(report), markup=False)
     for checked in report.statements:
@@ -152,7 +147,10 @@ def failure(checked: CheckedStep) -> str:
     """Return in one line why a step does not hold."""
     outcome = "proven" if checked.verdict.proven else "not proven"
     numbers = "numbers agree" if checked.measured.holds else "numbers contradict"
-    line = f"{one_line(checked.step.left)} {_right_side(checked.step)}: {outcome}, {numbers}"
+    step = checked.step
+    relation = as_text(f"${RELATIONS[step.relation]}$")
+    formula = f"{one_line(step.left)} {relation} {one_line(step.right)}"
+    line = f"{formula}: {outcome}, {numbers}"
     if checked.verdict.remains:
         line += f"; rest of the difference: {checked.verdict.remains}"
     return line
@@ -163,42 +161,3 @@ def equations(statement: Statement) -> str:
     if statement.equations[0].isdigit():
         return f"eq. {statement.equations}"
     return statement.equations
-
-
-def _proof(checked: CheckedStatement) -> Group:
-    statement = checked.statement
-    heading = Text.assemble(
-        _tick(checked.holds),
-        " ",
-        (statement.title, "bold"),
-        (f"   {statement.name}, {equations(statement)}", "dim"),
-    )
-    grid = Table.grid(padding=(0, 1), expand=True)
-    grid.add_column(width=1)
-    grid.add_column(ratio=3, overflow="fold")
-    grid.add_column(justify="right", width=4)
-    grid.add_column(ratio=2, overflow="fold", style="dim")
-    for row in checked.steps:
-        left = " " if row.step.follows else one_line(row.step.left)
-        grid.add_row(
-            _tick(row.holds),
-            Text(f"{left} {_right_side(row.step)}"),
-            f"({row.step.tag})" if row.step.tag else "",
-            as_text(row.step.reason),
-        )
-    notes = [Text(f"Note: {as_text(remark)}", style="dim") for remark in statement.remarks]
-    proof = Group(
-        Text(as_text(statement.claim), style="cyan"),
-        Text(f"Assumed: {as_text(statement.assumes)}.", style="dim"),
-        grid,
-        *notes,
-    )
-    return Group(heading, Padding(proof, (0, 0, 0, 2)))
-
-
-def _right_side(step: Step) -> str:
-    return f"{as_text(f'${RELATIONS[step.relation]}$')} {one_line(step.right)}"
-
-
-def _tick(holds: bool) -> Text:
-    return Text("✓", style="green") if holds else Text("✗", style="bold red")
