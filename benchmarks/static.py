@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dynorm.kernels import _triton, _triton_kernels
+from dynorm.kernels import _triton, _triton_kernels, _triton_product
 from dynorm.kernels._form import Form, FunctionCode, Parameters
+from dynorm.kernels._triton_product import Tile
 
 AMPERE, HOPPER = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)
 # A size that 16 divides, and one of which nothing is known: they are compiled apart.
@@ -54,7 +55,7 @@ def compiled(
     types, constants, divisors = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         value = arguments[name]
-        if isinstance(value, tuple):
+        if type(value) is tuple:
             types[name] = value[0]
             if value[1] == 16:
                 divisors[(index,)] = [["tt.divisibility", 16]]
@@ -112,13 +113,36 @@ def sum_kernel(target: GPUTarget, dtype: str, channels: int) -> Any:
         partial_offset=EVEN,
         rows=ANY,
         chunks=ANY,
-        MANY=0b11000,
+        FORM=_triton.Choices(FunctionCode.DYISRU, True, 1.0, 0b11000, channels),
         WANTED=0b110011,
-        CHANNELS=channels,
         BLOCKS=-(-channels // _triton.tile(channels)[1]),
         SLOT=_triton._aligned(channels),
         BLOCK_PARTS=_triton._PARTS,
         BLOCK_NUMBERS=_triton._NUMBERS,
+    )
+
+
+def product_kernel(target: GPUTarget, dtype: str, tile: Tile, *, transposed: bool) -> Any:
+    """Compile the fused product for all its parts."""
+    channels = 4096
+    block = f"{tile.depth},{tile.columns}" if transposed else f"{tile.columns},{tile.depth}"
+    return compiled(
+        _triton_product.product_kernel,
+        target,
+        tile.warps,
+        tile.stages,
+        a=(f"tensordesc<{dtype}[{tile.rows},{tile.depth}]>", 1),
+        b=(f"tensordesc<{dtype}[{block}]>", 1),
+        **pointers(dtype, residual=True, total=True, y=True),
+        **pointers(dtype, product_bias=True, factor=True, constant=True, shift=False),
+        **pointers(dtype, center=False, weight=True, bias=True),
+        rows=ANY,
+        depth=EVEN,
+        FORM=_triton.Choices(FunctionCode.DYISRU, True, channels**0.5, 0b11000, channels),
+        TRANSPOSED=transposed,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
     )
 
 
@@ -127,11 +151,13 @@ def _arguments(function: int, dtype: str, channels: int, parts: bool) -> dict[st
     return {
         **pointers(dtype, x=True, constant=True, weight=True, center=parts, shift=parts and derf),
         **pointers("fp32", token=parts),
-        "FUNCTION": function,
-        "LOGARITHMIC": function == FunctionCode.DYISRU,
-        "SCALE": channels**0.5,
-        "MANY": 0b11111 if parts else 0b11000,
-        "CHANNELS": channels,
+        "FORM": _triton.Choices(
+            int(function),
+            function == FunctionCode.DYISRU,
+            channels**0.5,
+            0b11111 if parts else 0b11000,
+            channels,
+        ),
     }
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dynorm.fold import fold_
     from dynorm.hub import load, save
     from dynorm.jobs.convert_model import convert_model
+    from dynorm.kernels.fused import compile_options
     from dynorm.recipe import Recipe
     from dynorm.replace import convert_, restore_
     from dynorm.report import inspect_norms, measure
@@ -47,6 +48,7 @@ __all__ = [
     "Monitor",
     "Recipe",
     "calibrate_",
+    "compile_options",
     "convert_",
     "convert_model",
     "distill_",
@@ -77,6 +79,7 @@ _PLACES = {
     "Monitor": "dynorm.train",
     "Recipe": "dynorm.recipe",
     "calibrate_": "dynorm.fit",
+    "compile_options": "dynorm.kernels.fused",
     "convert_": "dynorm.replace",
     "convert_model": "dynorm.jobs.convert_model",
     "distill_": "dynorm.train",

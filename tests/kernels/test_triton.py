@@ -47,10 +47,7 @@ def test_triton_kernels(name: str, interpret: str, tmp_path: Path) -> None:
         "pytest",
         "-p",
         "no:cacheprovider",
-        *(
-            str(Path(__file__).parents[1] / f"{file}_{name}.py")
-            for file in ("kernels/triton", "benchmarks/gemm")
-        ),
+        *(str(Path(__file__).with_name(f"{file}_{name}.py")) for file in ("triton", "product")),
     ]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -72,26 +72,11 @@ class Form(NamedTuple):
     def definition(
         self, x: Tensor, parameters: Parameters, token_constant: Tensor | None = None
     ) -> Tensor:
-        """Return y by the definition, which can be differentiated again.
-
-        Each element is a channel of its own there, so that a constant may differ in all of them.
-        """
-
-        def spread(parameter: Tensor | None) -> Tensor | None:
-            return None if parameter is None else parameter.expand(x.shape).flatten()
-
-        constant = self.constant(parameters.constant)
+        """Return y by the definition, which can be differentiated again."""
+        constants = [self.constant(parameters.constant)]
         if token_constant is not None:
-            constant = self.of_token(constant, token_constant)
-        constants = [spread(constant)]
+            constants = [self.of_token(constants[0], token_constant)]
         if self.function == FunctionCode.DERF and parameters.shift is not None:
-            constants.append(spread(parameters.shift))
-        y = DEFINITIONS[self.function](
-            x.flatten(),
-            *constants,
-            weight=spread(parameters.weight),
-            bias=spread(parameters.bias),
-            center=spread(parameters.center),
-            scale=self.scale,
-        )
-        return y.reshape(x.shape)
+            constants.append(parameters.shift)
+        arguments = {"weight": parameters.weight, "bias": parameters.bias, "scale": self.scale}
+        return DEFINITIONS[self.function](x, *constants, center=parameters.center, **arguments)

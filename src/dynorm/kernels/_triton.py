@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,17 @@ _TOKENS = _PARAMETERS + 1
 _ALIGNMENT = 16
 # The tile in which partial sums are added up.
 _PARTS, _NUMBERS = 128, 16
+
+
+class Choices(NamedTuple):
+    """What the kernels of a call are compiled for."""
+
+    function: int
+    logarithmic: bool
+    scale: float
+    # Bits: which parameters have one number per channel.
+    many: int
+    channels: int
 
 
 def available() -> bool:
@@ -74,7 +85,7 @@ def forward(
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         forward_kernel[(ceil_divide(x.numel(), _TILE),)](
             *(x, residual, total, y, *parameters, token_constant, x.numel()),
-            **choices(form, parameters, x.shape[-1]),
+            FORM=choices(form, parameters, x.shape[-1]),
             BLOCK=_TILE,
             num_warps=4,
         )
@@ -136,7 +147,7 @@ def _backward(
     block_rows, block_columns = tile(channels)
     blocks = ceil_divide(channels, block_columns)
     # All programs run at the same time, and go through the rows with the same stride.
-    chunks = max(_RESIDENT * _processors(x.device) // blocks, 1)
+    chunks = max(_RESIDENT * processors(x.device) // blocks, 1)
     chunks = min(chunks, ceil_divide(rows, block_rows))
     # One allocation for the gradient of x and, behind it, the partial sums.
     partial_offset = _aligned(x.numel())
@@ -152,7 +163,7 @@ def _backward(
             backward_kernel[(chunks * blocks,)](
                 *(grad, x, grad_total, *parameters[:4], token_constant),
                 *(buffer, partial_offset, rows, chunks),
-                **compiled,
+                FORM=compiled,
                 WANTED=wanted,
                 BLOCK_ROWS=block_rows,
                 BLOCK_COLUMNS=block_columns,
@@ -162,9 +173,8 @@ def _backward(
             longest = max(channels, rows * has_tokens)
             sum_kernel[(ceil_divide(longest, _NUMBERS), _PARAMETERS + has_tokens)](
                 *(buffer, partial_offset, sums, rows, chunks),
-                MANY=compiled["MANY"],
+                FORM=compiled,
                 WANTED=wanted,
-                CHANNELS=channels,
                 BLOCKS=blocks,
                 SLOT=_aligned(channels),
                 BLOCK_PARTS=_PARTS,
@@ -175,19 +185,13 @@ def _backward(
     return buffer.as_strided_(x.shape, x.stride())
 
 
-def choices(form: Form, parameters: Parameters, channels: int) -> dict[str, Any]:
-    """Return the choices that a kernel is compiled for: the function, the sizes of parameters."""
+def choices(form: Form, parameters: Parameters, channels: int) -> Choices:
+    """Return the choices that a kernel is compiled for."""
     many = 0
     for place, parameter in enumerate(parameters):
         if parameter is None or parameter.numel() == channels:
             many |= 1 << place
-    return {
-        "FUNCTION": int(form.function),
-        "LOGARITHMIC": form.logarithmic,
-        "SCALE": form.scale,
-        "MANY": many,
-        "CHANNELS": channels,
-    }
+    return Choices(int(form.function), form.logarithmic, form.scale, many, channels)
 
 
 def tile(channels: int) -> tuple[int, int]:
@@ -204,7 +208,7 @@ def tile(channels: int) -> tuple[int, int]:
 
 
 @lru_cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU; 1 in the interpreter."""
     if device.type != "cuda":
         return 1

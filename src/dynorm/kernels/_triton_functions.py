@@ -15,6 +15,13 @@ import triton.language as tl
 RATIO_OF_DERF = tl.constexpr(1.2732395447351628)
 
 
+@triton.constexpr_function
+def compute(values):
+    """Return the dtype in which a tensor, or that of a pointer, is computed."""
+    dtype = values.dtype.element_ty if values.dtype.is_ptr() else values.dtype.scalar
+    return tl.float64 if dtype == tl.float64 else tl.float32
+
+
 @triton.jit
 def parameter(
     pointer,
@@ -36,19 +43,11 @@ def parameter(
 
 
 @triton.jit
-def constant_of(
-    pointer,
-    channel,
-    inside,
-    PER_CHANNEL: tl.constexpr,
-    FUNCTION: tl.constexpr,
-    LOGARITHMIC: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):
+def constant_of(pointer, channel, inside, COMPUTE: tl.constexpr, FORM: tl.constexpr):
     """Load the constant as the functions take it, which may be stored as log(beta)."""
-    constant = parameter(pointer, channel, inside, PER_CHANNEL, COMPUTE)
-    if LOGARITHMIC:
-        constant = tl.exp(constant * (-0.5 if FUNCTION == 3 else 1.0))
+    constant = parameter(pointer, channel, inside, FORM.many & 1, COMPUTE)
+    if FORM.logarithmic:
+        constant = tl.exp(constant * (-0.5 if FORM.function == 3 else 1.0))
     return constant
 
 
@@ -102,12 +101,12 @@ def derivatives(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr
 
 
 @triton.jit
-def of_token(constant, token_ptr, inside, FUNCTION: tl.constexpr, COMPUTE: tl.constexpr):
+def of_token(constant, token_ptr, inside, FUNCTION: tl.constexpr):
     """Compute the constants of some tokens with their numbers T, and the factor in those of a slope.
 
     The constant is ``constant + T`` for DyISRU, else ``constant / sqrt(1 + ratio constant**2 T)``.
     """
-    total = tl.load(token_ptr, inside, other=0.0).to(COMPUTE)
+    total = tl.load(token_ptr, inside, other=0.0).to(constant.dtype)
     # A sum that is not finite has no inverse root of its own.
     most = limit(total) * limit(total)
     total = tl.where(total > most, most, total)

@@ -1,8 +1,8 @@
 """The family as Triton kernels: forward, backward, and the sums of the parameters' gradients.
 
-The function, the channels and the parameters that exist are compile-time choices. Bits of ``MANY``
-say which parameters have one number per channel, bits of ``WANTED`` which gradients are wanted: of
-x, of constant, shift, center, weight and bias, and of the tokens' numbers.
+Compile-time choices are the parameters that exist, ``FORM`` (a :class:`dynorm.kernels._triton.Choices`)
+and ``WANTED``, whose bits say which gradients are wanted: of x, of constant, shift, center, weight
+and bias, and of the tokens' numbers.
 """
 
 # Triton's language has Python's syntax, not its types, and its constants are in capitals.
@@ -14,6 +14,7 @@ import triton.language as tl
 
 from dynorm.kernels._triton_functions import (
     by_total,
+    compute,
     constant_of,
     derivatives,
     of_token,
@@ -35,19 +36,14 @@ def forward_kernel(
     bias_ptr,
     token_ptr,
     numel,
-    FUNCTION: tl.constexpr,
-    LOGARITHMIC: tl.constexpr,
-    SCALE: tl.constexpr,
-    MANY: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    FORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Compute ``BLOCK`` elements of ``y = weight * scale * f(x + residual - center) + bias``.
 
     With a residual, ``x + residual`` is stored too.
     """
-    COMPUTE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
-    NARROW: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
+    CHANNELS: tl.constexpr = FORM.channels
     # 64 bits: an input may have more than 2**31 elements.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     index = tl.arange(0, BLOCK)
@@ -60,24 +56,35 @@ def forward_kernel(
 
     x = tl.load(x_ptr + start + index, mask, other=0.0)
     if residual_ptr is not None:
-        residual = tl.load(residual_ptr + start + index, mask, other=0.0)
         # Rounded first, so that y is the function of the sum that is returned.
-        x = (x.to(COMPUTE) + residual.to(COMPUTE)).to(x.dtype)
+        residual = tl.load(residual_ptr + start + index, mask, other=0.0)
+        x = (x.to(compute(x)) + residual.to(compute(x))).to(x.dtype)
         tl.store(total_ptr + start + index, x, mask)
+    if token_ptr is not None:
+        token_ptr += start // CHANNELS + place // CHANNELS
+    parameters = (constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr, token_ptr)
+    tl.store(y_ptr + start + index, layer_of(x, parameters, channel, mask, FORM), mask)
+
+
+@triton.jit
+def layer_of(x, parameters, channel, mask, FORM: tl.constexpr):
+    """Return ``weight * scale * f(x - center) + bias`` in the dtype of x."""
+    constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr, token_ptr = parameters
+    COMPUTE: tl.constexpr = compute(x)
     u = x.to(COMPUTE)
     if center_ptr is not None:
-        u -= parameter(center_ptr, channel, mask, MANY & 4, COMPUTE)
-    constant = constant_of(constant_ptr, channel, mask, MANY & 1, FUNCTION, LOGARITHMIC, COMPUTE)
+        u -= parameter(center_ptr, channel, mask, FORM.many & 4, COMPUTE)
+    constant = constant_of(constant_ptr, channel, mask, COMPUTE, FORM)
     if token_ptr is not None:
-        row = start // CHANNELS + place // CHANNELS
-        constant, _ = of_token(constant, token_ptr + row, mask, FUNCTION, COMPUTE)
-    shift = parameter(shift_ptr, channel, mask, MANY & 2, COMPUTE)
-    y = value(u, constant, shift, FUNCTION, NARROW) * tl.full([], SCALE, COMPUTE)
+        constant, _ = of_token(constant, token_ptr, mask, FORM.function)
+    shift = parameter(shift_ptr, channel, mask, FORM.many & 2, COMPUTE)
+    y = value(u, constant, shift, FORM.function, x.dtype.primitive_bitwidth < 32)
+    y *= tl.full([], FORM.scale, COMPUTE)
     if weight_ptr is not None:
         y *= parameter(weight_ptr, channel, mask, True, COMPUTE)
     if bias_ptr is not None:
         y += parameter(bias_ptr, channel, mask, True, COMPUTE)
-    tl.store(y_ptr + start + index, y.to(y_ptr.dtype.element_ty), mask)
+    return y.to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])
@@ -94,12 +101,8 @@ def backward_kernel(
     partial_offset,
     rows,
     chunks,
-    FUNCTION: tl.constexpr,
-    LOGARITHMIC: tl.constexpr,
-    SCALE: tl.constexpr,
-    MANY: tl.constexpr,
+    FORM: tl.constexpr,
     WANTED: tl.constexpr,
-    CHANNELS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -109,7 +112,9 @@ def backward_kernel(
     float64: first, for each of the five parameters, ``(chunks, channels)``, or one number per
     program; then the tokens' ``(blocks, rows)``.
     """
-    COMPUTE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    FUNCTION: tl.constexpr = FORM.function
+    CHANNELS: tl.constexpr = FORM.channels
+    COMPUTE: tl.constexpr = compute(x_ptr)
     NARROW: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     partial_ptr = (buffer_ptr + partial_offset).to(tl.pointer_type(COMPUTE))
@@ -118,10 +123,10 @@ def backward_kernel(
     block = program % BLOCKS
     channel = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
     inside = channel < CHANNELS
-    constant = constant_of(constant_ptr, channel, inside, MANY & 1, FUNCTION, LOGARITHMIC, COMPUTE)
-    shift = parameter(shift_ptr, channel, inside, MANY & 2, COMPUTE)
-    center = parameter(center_ptr, channel, inside, MANY & 4, COMPUTE)
-    scale = tl.full([], SCALE, COMPUTE)
+    constant = constant_of(constant_ptr, channel, inside, COMPUTE, FORM)
+    shift = parameter(shift_ptr, channel, inside, FORM.many & 2, COMPUTE)
+    center = parameter(center_ptr, channel, inside, FORM.many & 4, COMPUTE)
+    scale = tl.full([], FORM.scale, COMPUTE)
     gain = scale * parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
 
     region = chunks.to(tl.int64) * CHANNELS
@@ -142,7 +147,7 @@ def backward_kernel(
             u -= center
         of_row = constant
         if token_ptr is not None:
-            of_row, root = of_token(constant, token_ptr + row, row < rows, FUNCTION, COMPUTE)
+            of_row, root = of_token(constant, token_ptr + row, row < rows, FUNCTION)
         # Computed again from x, because f was not saved.
         f, slope, by_constant, by_shift = derivatives(u, of_row, shift, FUNCTION, NARROW)
         if WANTED & 64:
@@ -168,17 +173,19 @@ def backward_kernel(
             sum_grad += grad
 
     # Weight, scale and beta do not vary along a sum: they are multiplied in once.
-    if LOGARITHMIC:
+    if FORM.logarithmic:
         # d beta = beta d log(beta); d slope = -slope / 2 d log(beta).
         sum_constant *= constant * (-0.5 if FUNCTION == 3 else 1.0)
     if WANTED & 2:
-        store_sum(partial_ptr, sum_constant * gain, chunk, program, channel, MANY & 1, CHANNELS)
+        store_sum(
+            partial_ptr, sum_constant * gain, chunk, program, channel, FORM.many & 1, CHANNELS
+        )
     if WANTED & 4:
         target = partial_ptr + region
-        store_sum(target, sum_shift * gain, chunk, program, channel, MANY & 2, CHANNELS)
+        store_sum(target, sum_shift * gain, chunk, program, channel, FORM.many & 2, CHANNELS)
     if WANTED & 8:
         target = partial_ptr + 2 * region
-        store_sum(target, -sum_slope * gain, chunk, program, channel, MANY & 4, CHANNELS)
+        store_sum(target, -sum_slope * gain, chunk, program, channel, FORM.many & 4, CHANNELS)
     if WANTED & 16:
         target = partial_ptr + 3 * region
         store_sum(target, sum_value * scale, chunk, program, channel, True, CHANNELS)
@@ -205,9 +212,8 @@ def sum_kernel(
     gradients_ptr,
     rows,
     chunks,
-    MANY: tl.constexpr,
+    FORM: tl.constexpr,
     WANTED: tl.constexpr,
-    CHANNELS: tl.constexpr,
     BLOCKS: tl.constexpr,
     SLOT: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
@@ -217,10 +223,11 @@ def sum_kernel(
 
     The order is always the same, where that of atomics, and so their rounding, differs in every run.
     """
-    COMPUTE: tl.constexpr = tl.float64 if buffer_ptr.dtype.element_ty == tl.float64 else tl.float32
+    CHANNELS: tl.constexpr = FORM.channels
+    COMPUTE: tl.constexpr = compute(buffer_ptr)
     kind = tl.program_id(1)
     parts, numbers = chunks, CHANNELS
-    if (MANY >> kind) & 1 == 0:
+    if (FORM.many >> kind) & 1 == 0:
         parts, numbers = chunks * BLOCKS, 1
     if kind == 5:
         parts, numbers = BLOCKS, rows

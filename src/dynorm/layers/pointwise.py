@@ -7,6 +7,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from dynorm import kernels
 from dynorm.arguments import (
     Shape,
     along,
@@ -149,8 +150,23 @@ class PointwiseNorm(PointwiseModule):
         results = by_kernel(self, x)
         if results is not None:
             return results[0]
+        if torch.compiler.is_compiling() and self.is_one_operator(x):
+            return self.operator(x)
         y = self.definition(x)
         return y.contiguous() if self.dim == -1 and not self.keep_order else y
+
+    def is_one_operator(self, x: Tensor) -> bool:
+        """Return whether a compiler may see the layer of x as one operator."""
+        is_strict = self.log_gain is None and self.dim == -1
+        return is_strict and x.is_floating_point() and not torch.compiler.is_exporting()
+
+    def operator(self, x: Tensor) -> Tensor:
+        """Return :meth:`definition` by one operator, which a pass may find before it is taken apart."""
+        names = (self.constants[0], "shift", "center")
+        parameters = [getattr(self, name, None) for name in names] + [self.factor(), self.bias]
+        form = (int(self.kernel), self.logarithmic, self.scale)
+        x = x if self.keep_order else x.contiguous()
+        return kernels.definition(x, *parameters, *form)
 
     def definition(self, x: Tensor) -> Tensor:
         """Return ``weight * scale * f(x - center) + bias`` by plain torch, in at least float32."""

@@ -1,0 +1,214 @@
+"""A matrix product whose epilogue adds the residual and applies a layer, on tiles in registers.
+
+A norm with statistics cannot do this, because it needs all of a row before it can write the first
+element.
+"""
+
+# Triton's language has Python's syntax, not its types, and its constants are in capitals.
+# mypy: ignore-errors
+# ruff: noqa: N803, N806
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+from triton.testing import do_bench
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dynorm.kernels._form import Form, Parameters
+from dynorm.kernels._triton import ceil_divide, choices, interpreted, processors
+from dynorm.kernels._triton_functions import parameter
+from dynorm.kernels._triton_kernels import layer_of
+
+# Up to this number of rows, as in decoding, the weights are most of the traffic.
+_FEW_ROWS = 64
+# The interpreter multiplies the bits of bfloat16; in float32 the products are right.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class Tile(NamedTuple):
+    """The sizes of a tile, its warps and stages."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+FEW_ROWS = (
+    Tile(16, 32, 128, 4, 5),
+    Tile(16, 16, 256, 4, 4),
+    Tile(32, 32, 128, 4, 5),
+    Tile(64, 32, 128, 4, 4),
+)
+MANY_ROWS = (
+    Tile(64, 64, 64, 4, 5),
+    Tile(128, 256, 64, 8, 3),
+    Tile(128, 256, 64, 8, 4),
+    Tile(256, 128, 64, 8, 3),
+    Tile(128, 128, 64, 8, 4),
+    Tile(64, 128, 64, 4, 4),
+)
+_fastest: dict[Hashable, Tile] = {}
+
+
+def can_multiply(*tensors: Tensor | None) -> bool:
+    """Return whether the kernel takes a product's tensors: rows of 16 bits that the copy engine can load."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        is_aligned = tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+        if not is_aligned or tensor.shape[-1] % 8 or tensor.element_size() != 2:
+            return False
+    return True
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    transposed: bool,
+    pointers: Sequence[Tensor | None],
+    parameters: Parameters,
+    form: Form,
+    total: Tensor | None,
+    y: Tensor,
+) -> None:
+    """Write ``total = (x @ weight.T + bias) * factor + residual``, and its function to ``y``.
+
+    ``pointers`` are bias, factor and residual. The weight is ``(N, K)``, or with ``transposed``
+    ``(K, N)``. Sums are in float32; the total is rounded once, and y, its function, once.
+    """
+    channels = y.shape[-1]
+    a = x.view(-1, x.shape[-1])
+    rows, depth = a.shape
+
+    def launch(tile: Tile) -> None:
+        tiles = ceil_divide(rows, tile.rows) * ceil_divide(channels, tile.columns)
+        block = [tile.depth, tile.columns] if transposed else [tile.columns, tile.depth]
+        # One program per multiprocessor computes several tiles.
+        product_kernel[(min(processors(x.device), tiles),)](
+            TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]),
+            TensorDescriptor.from_tensor(weight, block),
+            *(*pointers, *parameters, total, y, rows, depth),
+            FORM=choices(form, parameters, channels),
+            TRANSPOSED=transposed,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.columns,
+            BLOCK_K=tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+    with torch.cuda.device_of(x):
+        # The best tile depends on the number of rows, by powers of 2.
+        key = (x.device, x.dtype, rows.bit_length(), channels, depth, transposed)
+        launch(_tile_for(key, FEW_ROWS if rows <= _FEW_ROWS else MANY_ROWS, launch))
+
+
+def _tile_for(key: Hashable, tiles: tuple[Tile, ...], launch: Callable[[Tile], None]) -> Tile:
+    """Return the fastest tile, timed when this kind of call is first seen; the first if none can be timed.
+
+    Triton's own autotuner would break the capture of a CUDA graph.
+    """
+    if key not in _fastest:
+        if interpreted() or torch.cuda.is_current_stream_capturing():
+            return tiles[0]
+        times = {}
+        for tile in tiles:
+            try:
+                times[tile] = do_bench(
+                    partial(launch, tile), warmup=5, rep=20, return_mode="median"
+                )
+            except OutOfResources:
+                # This GPU has too little shared memory.
+                continue
+        _fastest[key] = min(times, key=times.get)
+    return _fastest[key]
+
+
+@triton.jit
+def product_kernel(
+    a,
+    b,
+    product_bias_ptr,
+    factor_ptr,
+    residual_ptr,
+    constant_ptr,
+    shift_ptr,
+    center_ptr,
+    weight_ptr,
+    bias_ptr,
+    total_ptr,
+    y_ptr,
+    rows,
+    depth,
+    FORM: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Compute tiles of a product and of its function; a and b are loaded by the copy engine.
+
+    A program computes several tiles, so that the next one loads while this one is finished.
+    """
+    GROUP: tl.constexpr = 8
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles_n = tl.cdiv(FORM.channels, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        # Go down the columns of GROUP rows of tiles, so that the values stay in the cache.
+        group_tiles = GROUP * tiles_n
+        first = (tile // group_tiles) * GROUP
+        height = tl.minimum(tiles_m - first, GROUP)
+        in_group = tile % group_tiles
+        m = (first + in_group % height) * BLOCK_M
+        n = (in_group // height) * BLOCK_N
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in range(0, depth, BLOCK_K):
+            left = a.load([m, k])
+            right = b.load([k, n]) if TRANSPOSED else b.load([n, k]).T
+            if _INTERPRETED:
+                left = left.to(tl.float32)
+                right = right.to(tl.float32)
+            total = tl.dot(left, right, total)
+
+        row = m + tl.arange(0, BLOCK_M)[:, None]
+        pointers = (product_bias_ptr, factor_ptr, residual_ptr, total_ptr, y_ptr)
+        parameters = (constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr, None)
+        if BLOCK_M * BLOCK_N > 16384:
+            # One half after the other, so that they need half the registers and shared memory.
+            halves = tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2))
+            total, right_half = tl.split(tl.permute(halves, (0, 2, 1)))
+            channel = n + tl.arange(0, BLOCK_N // 2)[None, :]
+            finish(total, row, channel, rows, pointers, parameters, FORM)
+            finish(right_half, row, channel + BLOCK_N // 2, rows, pointers, parameters, FORM)
+        else:
+            channel = n + tl.arange(0, BLOCK_N)[None, :]
+            finish(total, row, channel, rows, pointers, parameters, FORM)
+
+
+@triton.jit
+def finish(total, row, channel, rows, pointers, parameters, FORM: tl.constexpr):
+    """Finish a tile of the product, and store it and its function."""
+    product_bias_ptr, factor_ptr, residual_ptr, total_ptr, y_ptr = pointers
+    inside = channel < FORM.channels
+    mask = (row < rows) & inside
+    # 64 bits: a product may have more than 2**31 elements.
+    offset = row.to(tl.int64) * FORM.channels + channel
+    if product_bias_ptr is not None:
+        total += parameter(product_bias_ptr, channel, inside, True, tl.float32)
+    if factor_ptr is not None:
+        total *= parameter(factor_ptr, channel, inside, True, tl.float32)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + offset, mask, other=0.0).to(tl.float32)
+    # Rounded first, so that y is the function of the total that is returned.
+    rounded = total.to(y_ptr.dtype.element_ty)
+    if total_ptr is not None:
+        tl.store(total_ptr + offset, rounded, mask)
+    tl.store(y_ptr + offset, layer_of(rounded, parameters, channel, inside, FORM), mask)

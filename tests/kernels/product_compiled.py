@@ -1,0 +1,34 @@
+"""The product with its epilogue, compiled for GPUs that need not be here; run by test_triton.py."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from benchmarks.static import AMPERE, HOPPER, code_of, product_kernel
+from dynorm.kernels._triton_product import FEW_ROWS, MANY_ROWS, Tile
+
+
+@pytest.mark.parametrize("tile", [MANY_ROWS[0], MANY_ROWS[1]])
+def test_product_uses_hopper_s_tensor_cores_and_copy_engine(tile: Tile) -> None:
+    ptx = product_kernel(HOPPER, "bf16", tile, transposed=False).asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert "cp.async.bulk.tensor" in ptx
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "tile", "transposed"),
+    [
+        (HOPPER, "fp16", FEW_ROWS[0], True),
+        (AMPERE, "bf16", FEW_ROWS[1], False),
+        (AMPERE, "fp16", MANY_ROWS[0], True),
+    ],
+)
+def test_every_kind_compiles_with_64_bit_offsets(
+    target: Any, dtype: str, tile: Tile, transposed: bool
+) -> None:
+    kernel = product_kernel(target, dtype, tile, transposed=transposed)
+    assert code_of(kernel).spilled == 0
+    assert re.search(r"arith\.muli .* : tensor<\d+x1xi64>", kernel.asm["ttir"])
