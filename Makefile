@@ -147,7 +147,6 @@ quality: demo .venv/models.stamp build/pictures build/debian-descriptions.txt
 	$(BIN)/python -m benchmarks.deploy
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.picture
-	$(BIN)/python -m benchmarks.report_picture
 
 # Measure some figures of README and docs again, and fail if one is worse than the committed one by more than its noise.
 check-figures: setup .venv/models.stamp build/debian-descriptions.txt

@@ -205,7 +205,7 @@ def inspect(
     samples: Annotated[
         int,
         typer.Option(
-            help="Largest number of texts or images to fit on. The same number is used to measure."
+            help="Largest number of texts or images to measure on."
         ),
     ] = 256,
     name: Name = None,

@@ -27,7 +27,8 @@ class Progress(TrainerCallback):  # type: ignore[misc]
             self._begun = now
             return
         every = max(1, state.max_steps // _LINES)
-        if sys.stderr.isatty() or state.global_step % every:
+        is_last = state.global_step == state.max_steps
+        if sys.stderr.isatty() or state.global_step % every or is_last:
             return
         seconds = (now - self._begun) / (state.global_step - self._first)
         left = seconds * (state.max_steps - state.global_step)

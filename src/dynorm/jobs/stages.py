@@ -198,12 +198,12 @@ def in_words(output: OutputReport) -> str:
 
 def _ways_on(recipe: Recipe) -> str:
     """Return how to lose less than without training."""
-    few = "let each layer read a few channels (--witnesses 4)"
-    if recipe.witnesses:
-        few = f"let each layer read more than {recipe.witnesses} channels (--witnesses, at most 16)"
+    few = ""
+    if not recipe.witnesses:
+        few = ", or let each layer read a few channels (--witnesses 4)"
     if recipe.steps:
-        return f"{recipe.steps} steps of distillation follow; to lose less, take more (--steps), or {few}"
-    return f"to lose less, distil the model (--steps 300), or {few}"
+        return f"{recipe.steps} steps of distillation follow; to lose less, take more (--steps){few}"
+    return f"to lose less, distil the model (--steps 300){few}"
 
 
 def _copied(model: nn.Module) -> nn.Module:

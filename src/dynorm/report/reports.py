@@ -151,10 +151,10 @@ class ModelReport(Report):
         if "distill" in known:
             return "distil longer, or keep the norms of the largest errors"
         unless = "" if known else ", unless you already have"
-        return (
-            f"distil it (dynorm.distill_, or --steps in the command){unless}, or give the layers a "
-            "few named channels (witnesses=4, at most 16)"
-        )
+        advice = f"distil it (dynorm.distill_, or --steps in the command){unless}"
+        if not any(site.witnesses for site in self.sites):
+            advice += ", or give the layers a few named channels (witnesses=4, at most 16)"
+        return advice
 
     def findings(self) -> list[str]:
         """Return the verdict and the figures of the stages."""

@@ -145,10 +145,9 @@ def about_sites(errors: Mapping[str, float]) -> str:
     if not worst:
         return ""
     figures = listed([f"{path} ({digits(errors[path])})" for path in worst])
-    kept = ", ".join(f"{path!r}: None" for path in worst)
     return (
         f"If you may keep some norms, keep those of the largest errors, more than twice the median "
-        f"({digits(middle)}): {figures}. In Python: to={{{kept}, '*': 'dyisru'}}."
+        f"({digits(middle)}): {figures}. A norm is kept with to={{path: None}}, or --to PATH=keep."
     )
 
 
