@@ -89,11 +89,10 @@ RUNS = {
         Run("linear", 0, 0),
         Run("dyisru", 4, 0),
         Run("dyisru", 8, 0),
-        Run("dyisru", 16, 0),
     ],
     "dinov2": [
-        Run("dyisru", 0, 100),
-        Run("linear", 0, 100),
+        Run("dyisru", 0, 0),
+        Run("linear", 0, 0),
         Run("dyisru", 4, 0),
         Run("dyisru", 16, 0),
     ],
@@ -148,7 +147,7 @@ def smollm2() -> Subject:
 def dinov2() -> Subject:
     """Return the encoder of images, on crops of photographs; held-out photographs are whole."""
     pretrained = load_pretrained(folder("dinov2"))
-    readable, _ = find_images([pictures.gather(ROOT / "build" / "pictures")])
+    readable = find_images([pictures.gather(ROOT / "build" / "pictures")])
     fit, held_out = split_texts(readable, 96, 0, "images")
     inputs = image_inputs(pretrained, fit, held_out, {})
     return Subject(

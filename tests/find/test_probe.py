@@ -532,6 +532,24 @@ def test_a_norm_called_by_another_reference_is_refused(hide: Any, call: Any) -> 
         dynorm.convert_(Hiding(hide, call), [by_path["norm"]])
 
 
+def test_a_hook_of_the_user_does_not_hide_another_reference() -> None:
+    """Nor a weight that is used outside; and the hook finds its module in a dict."""
+    for hide, call, reason in (
+        (lambda norm: [norm], lambda s, x: s.hidden[0](x), "by another reference"),
+        (lambda norm: [], lambda s, x: s.norm(x) + torch.stack([s.norm.bias])[0], "'bias'"),
+    ):
+        model = Hiding(hide, call)
+        calls = {model.norm: 0}
+
+        def count(norm: nn.Module, args: object, output: object, calls: Any = calls) -> None:
+            calls[norm] += 1
+
+        model.norm.register_forward_hook(count)
+        (site,) = [site for site in find_norms(model, torch.randn(4, C)) if site.path == "norm"]
+        assert reason in str(site.refused)
+        assert calls[model.norm]
+
+
 def test_a_reference_that_is_not_called_does_no_harm() -> None:
     model = Hiding(lambda norm: [norm], lambda self, x: self.norm(x))
     assert [site.refused for site in find_norms(model, torch.randn(4, C))] == [None, None]

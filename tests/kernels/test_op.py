@@ -443,6 +443,26 @@ def test_a_fused_sum_is_the_sum_and_the_layer_of_it(kind: type[PointwiseNorm]) -
     assert total.dtype == torch.float64
 
 
+def test_a_fused_sum_has_gradients_as_a_sum_has() -> None:
+    layer = DyISRU(8).double()
+    x, residual = (torch.randn(3, 8, dtype=torch.float64) for _ in range(2))
+    _, total = layer(x, residual=residual)
+    assert not total.requires_grad
+    seen: list[nn.Module] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    layer(x, residual=residual)
+    handle.remove()
+    assert seen == [layer]
+    inputs = (x.requires_grad_(), residual.requires_grad_())
+
+    def call(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        return layer(x, residual=residual)
+
+    assert torch.autograd.gradcheck(call, inputs, check_batched_grad=True)
+    with pytest.raises(ArgumentError, match="residual must be a tensor"):
+        layer(x, residual=1.0)
+
+
 def test_autocast_and_checkpoint(kind: type[PointwiseNorm]) -> None:
     from torch.utils.checkpoint import checkpoint
 

@@ -208,8 +208,6 @@ def test_a_parameter_that_a_norm_shares_with_another_module_stays_shared(norm: n
     converted(model)
     assert model[2].bias is model[1].weight
     assert model[1].weight is not before
-    dynorm.calibrate_(model, [X])
-    assert model[2].bias is model[1].weight
     dynorm.restore_(model)
     assert model[1].weight is model[2].bias is before
 
@@ -416,7 +414,11 @@ def test_restore_is_bit_for_bit_and_gives_the_very_same_modules(to: str, name: s
     model, x = build(), torch.randn(shape)
     before, exact = state(model), model(x)
     converted(model, x, to=to)
-    dynorm.calibrate_(model, [x, x + 0.1 * torch.randn_like(x)])
+    if name == "twins":
+        # calibrate_ refuses the weight that they share.
+        nn.init.constant_(model.left.weight, 3.0)
+    else:
+        dynorm.calibrate_(model, [x, x + 0.1 * torch.randn_like(x)])
     assert not torch.equal(model(x), exact)
     assert dynorm.restore_(model) is model
     assert state(model) == before

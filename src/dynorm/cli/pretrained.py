@@ -204,9 +204,7 @@ def inspect(
     ] = None,
     samples: Annotated[
         int,
-        typer.Option(
-            help="Largest number of texts or images to measure on."
-        ),
+        typer.Option(help="Largest number of texts or images to measure on."),
     ] = 256,
     name: Name = None,
     device: Device = "cpu",

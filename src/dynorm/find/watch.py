@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from dynorm.batches import Inputs, call_hint
 from dynorm.errors import DataError
 from dynorm.find.recover import candidate_axes
-from dynorm.guard import HOOK_TABLES, Function, FunctionMode, writes_of
+from dynorm.guard import Function, FunctionMode, writes_of
 
 _IN_PLACE = (
     "modifies its input in place: a model that uses the input again, as a residual, would change; "
@@ -185,7 +185,8 @@ class _Run(FunctionMode):
     def __init__(self, observations: dict[nn.Module, Observation]) -> None:
         super().__init__()
         self._seen = dict(observations)
-        self._twins: dict[Any, nn.Module] = {}
+        # By the id of its module, because a twin is equal to that.
+        self._twins: dict[int, nn.Module] = {}
         # The module calls that are running, the innermost last, each with its input if it matters.
         self._running: list[tuple[Observation | None, _Input | None]] = []
         # By the id of a weight or bias that the model has read from outside.
@@ -199,16 +200,15 @@ class _Run(FunctionMode):
         for module, seen in list(self._seen.items()):
             twin = None if module is model else self._twin_of(seen)
             if twin is not None:
-                self._twins[module] = twin
-                self._seen[twin] = seen
+                self._twins[id(module)] = twin
         places: list[tuple[dict[str, Any], str, Any]] = []
         for parent in model.modules():
             for name, child in parent._modules.items():
-                if child in self._twins:
+                if id(child) in self._twins:
                     places.append((parent._modules, name, child))
         with ExitStack() as stack:
             for table, name, child in places:
-                table[name] = self._twins[child]
+                table[name] = self._twins[id(child)]
                 stack.callback(self._put_back, table, name, child)
             # A twin has the hooks of its module.
             for module in model.modules():
@@ -223,18 +223,17 @@ class _Run(FunctionMode):
                 yield
 
     def _put_back(self, table: dict[str, Any], name: str, child: nn.Module) -> None:
-        if table.get(name) is self._twins[child]:
+        if table.get(name) is self._twins[id(child)]:
             table[name] = child
 
     def _twin_of(self, seen: Observation) -> nn.Module | None:
-        """Return another object with the state of a module; None if it has matrices or hooks.
+        """Return another object with the state of a module; None if it has matrices, as no norm has.
 
         In the module's place it shows calls of the module itself, which came by a reference that a
         replacement would not reach, and what the model reads of the module.
         """
         module = seen.module
-        # A norm has no matrix; and a hook of the user may know its module by identity.
-        if seen.has_matrix or any(vars(module).get(table) for table in HOOK_TABLES):
+        if seen.has_matrix:
             return None
         note_read = self._note_read
 
@@ -242,6 +241,13 @@ class _Run(FunctionMode):
             def __getattribute__(self, name: str) -> Any:
                 note_read(seen, name)
                 return super().__getattribute__(name)
+
+            # A hook of the user may look its module up in a dict.
+            def __eq__(self, other: object) -> bool:
+                return other is self or other is module
+
+            def __hash__(self) -> int:
+                return hash(module)
 
         Twin.__name__ = type(module).__name__
         twin = object.__new__(Twin)
@@ -269,7 +275,7 @@ class _Run(FunctionMode):
         if seen is not None:
             before = seen.input_of(args)
             # The twin was not called.
-            if module in self._twins:
+            if id(module) in self._twins:
                 seen.obstacle = _ELSEWHERE
         self._running.append((seen, before))
 
@@ -300,7 +306,7 @@ class _Run(FunctionMode):
         result = super().call(func, args, kwargs)
         # Not the weight's dtype or shape.
         if self._read and isinstance(result, Tensor):
-            for value in (*args, *kwargs.values()):
+            for value in tree_leaves((args, kwargs)):
                 seen, name = self._read.get(id(value), (None, ""))
                 if seen is not None and not self._is_running(seen):
                     seen.obstacle = _used_outside(name)

@@ -202,7 +202,9 @@ def _ways_on(recipe: Recipe) -> str:
     if not recipe.witnesses:
         few = ", or let each layer read a few channels (--witnesses 4)"
     if recipe.steps:
-        return f"{recipe.steps} steps of distillation follow; to lose less, take more (--steps){few}"
+        return (
+            f"{recipe.steps} steps of distillation follow; to lose less, take more (--steps){few}"
+        )
     return f"to lose less, distil the model (--steps 300){few}"
 
 

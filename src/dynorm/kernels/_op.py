@@ -206,6 +206,9 @@ class _Pointwise(torch.autograd.Function):
             results = _values(*arguments)
         ctx.save_for_backward(x if residual is None else results[1], *others)
         ctx.set_materialize_grads(False)
+        _, need_x, need_residual, *_ = ctx.needs_input_grad
+        if residual is not None and not (need_x or need_residual):
+            ctx.mark_non_differentiable(results[1])
         return tuple(results)
 
     @staticmethod
@@ -220,7 +223,9 @@ class _Pointwise(torch.autograd.Function):
         arguments = (grad, grad_sum, *tensors, *ctx.form, needed)
         # A second derivative is wanted, or something watches; is_grads_batched brings tensors
         # without memory.
-        is_batched = is_legacy_batchedtensor(grad)
+        is_batched = is_legacy_batchedtensor(grad) or (
+            grad_sum is not None and is_legacy_batchedtensor(grad_sum)
+        )
         if torch.is_grad_enabled() or is_batched or (traced(grad, x) and not ctx.by_op):
             found = _plain_gradients(*arguments)
         elif ctx.by_op:

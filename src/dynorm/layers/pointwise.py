@@ -6,6 +6,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from dynorm import kernels
 from dynorm.arguments import (
@@ -103,6 +104,8 @@ class PointwiseNorm(PointwiseModule):
         """
         if residual is None:
             return super().__call__(x)
+        if isinstance(x, Tensor) and not isinstance(residual, Tensor):
+            raise ArgumentError(f"residual must be a tensor like x, got {type(residual).__name__}")
         if self._fuses(x, residual):
             results = by_kernel(self, x, residual)
             if results is not None:
@@ -115,7 +118,8 @@ class PointwiseNorm(PointwiseModule):
         if not isinstance(x, Tensor) or type(self).pointwise is not PointwiseNorm.pointwise:
             return False
         has_hooks = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
-        if has_hooks or self._backward_pre_hooks or "forward" in vars(self):
+        has_hooks = has_hooks or self._backward_pre_hooks or _has_any_global_hook()
+        if has_hooks or "forward" in vars(self):
             return False
         is_alike = x.shape == residual.shape and x.dtype == residual.dtype
         is_right = x.shape[self.dim :][:1] == (self.channels,)
