@@ -321,21 +321,6 @@ class PointwiseModule(nn.Module):
         """Return the constants that ``print`` shows, by name."""
         return {name: getattr(self, name).detach() for name in self.constants}
 
-    def recorded(self, x: Any) -> Any:
-        """Record one call of the layer for ``torch.fx.symbolic_trace``, as for torch's own layers.
-
-        Anything but its proxies is refused.
-        """
-        if not isinstance(x, torch.fx.Proxy):
-            raise ArgumentError(f"x must be a tensor, got {type(x).__name__}")
-        tracer: Any = x.tracer
-        path = tracer.path_of_module(self)
-        if not path:
-            raise ArgumentError(
-                "symbolic_trace records a layer as one call, got the layer itself: trace its model"
-            )
-        return tracer.create_proxy("call_module", path, (x,), {})
-
 
 def _shown(constant: Tensor) -> str | None:
     """Return a constant as text, the range of several values; None if it has no values here."""

@@ -139,7 +139,9 @@ class PointwiseNorm(PointwiseModule):
             ArgumentError: ``x`` is not a floating point tensor, or has another size at ``dim``.
         """
         if not isinstance(x, Tensor):
-            return self.recorded(x)
+            raise ArgumentError(
+                f"x must be a tensor, got {type(x).__name__}: make the layer a leaf for a Proxy of fx"
+            )
         if x.shape[self.dim :][:1] != (self.channels,):
             raise ArgumentError(
                 f"x must have {self.channels} channels at dim {self.dim}, got shape "
