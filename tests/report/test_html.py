@@ -16,7 +16,6 @@ from torch import nn
 
 from dynorm.errors import DynormError, StorageError
 from dynorm.report import ModelReport, OutputReport, measure
-from dynorm.report.records import Continuation
 from tests.pages import Page
 from tests.report.cases import converted, toy_batches
 
@@ -79,7 +78,7 @@ def test_each_id_of_a_picture_is_there_once(text: str) -> None:
     assert {name: ids[name] for name in used} == dict.fromkeys(used, 1)
 
 
-def test_stages_curve_and_continuations(report: ModelReport, tmp_path: Path) -> None:
+def test_stages_and_curve(report: ModelReport, tmp_path: Path) -> None:
     stages = {
         "calibrate": {"output": {"loss_now": 2.9}},
         "distill": {"output": {"loss_now": 2.1}, "losses": [(2, 1.5), (4, 0.5), (6, 1.0)]},
@@ -91,7 +90,6 @@ def test_stages_curve_and_continuations(report: ModelReport, tmp_path: Path) -> 
         report,
         output=output,
         meta={"stages": stages, "seconds": {"distill": 59.7}},
-        continuations=[Continuation("a <b> text", "goes on", "stops")],
     )
     full.to_html(tmp_path / "page.html")
     page = Page((tmp_path / "page.html").read_text("utf-8"))
@@ -99,7 +97,6 @@ def test_stages_curve_and_continuations(report: ModelReport, tmp_path: Path) -> 
     assert "Much of the quality was lost: the loss is 2.500" in said
     assert "without training 2.900" in said
     assert "distilled 2.100" in said
-    assert "a <b> text goes on stops" in said
     assert "norms kept 0 of 2" in said
     # A report shows no times.
     assert "59.7" not in said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -69,15 +68,13 @@ def convert_pretrained(
         held_out=job.batches(inputs.held_out),
         compared=job.batches(inputs.held_out[: 2 * recipe.batch]),
     )
-    report, original = convert_in_stages_(model, data, recipe, job.meta, say)
+    report = convert_in_stages_(model, data, recipe, job.meta, say)
     stages = report.meta["stages"]
     stages["calibrate"]["samples"] = min(recipe.calibration, len(inputs.fit))
     if recipe.refine:
         stages["refine"]["samples"] = min(len(samples), recipe.refine * recipe.batch)
     if report.output.worst is not None:
         report.meta["worst_sample"] = inputs.name(report.output.worst)
-    if job.pretrained.language_model:
-        report = replace(report, continuations=job.continuations(original))
     write_out(
         model,
         source,

@@ -82,8 +82,7 @@ def convert_model(
             "held_out="
         )
     data = Data(fit, fit, fit, tests, tests[:2])
-    report, _ = convert_in_stages_(model, data, recipe, {})
-    return report
+    return convert_in_stages_(model, data, recipe, {})
 
 
 def _checked(recipe: Recipe | None, options: dict[str, Any]) -> Recipe:

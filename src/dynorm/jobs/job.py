@@ -19,14 +19,8 @@ from dynorm.jobs.stages import Say
 from dynorm.jobs.texts import read_texts, split_texts, standard_library_docstrings
 from dynorm.plain import JsonObject
 from dynorm.recipe import Recipe
-from dynorm.report.records import Continuation
 
 Paths = Sequence[str | Path]
-# How a language model is tried out: the number of held-out blocks, how many tokens of each are the
-# prompt, and how many are generated.
-_PROMPTS = 16
-_PROMPT_TOKENS = 32
-_NEW_TOKENS = 64
 
 
 class JobOptions(TypedDict, total=False):
@@ -113,20 +107,6 @@ class Job:
         if self.pretrained.remarks:
             meta["remarks"] = list(self.pretrained.remarks)
         return meta
-
-    def continuations(self, original: Any) -> list[Continuation]:
-        """Continue the first tokens of held-out blocks, with the original and the new model."""
-        max_length = self.recipe.max_length
-        prompt_tokens = min(_PROMPT_TOKENS, max_length // 2)
-        new_tokens = min(_NEW_TOKENS, max_length - prompt_tokens)
-        prompts = [block[:prompt_tokens] for block in self.inputs.held_out[:_PROMPTS]]
-        before = self.pretrained.greedy(original, prompts, new_tokens)
-        after = self.pretrained.greedy(self.pretrained.model, prompts, new_tokens)
-        decode = self.pretrained.tokenizer.decode
-        return [
-            Continuation(decode(prompt), decode(before[i]), decode(after[i]))
-            for i, prompt in enumerate(prompts)
-        ]
 
 
 def library_versions() -> dict[str, str]:

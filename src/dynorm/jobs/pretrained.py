@@ -1,4 +1,4 @@
-"""A pretrained model with its tokenizer: texts become token ids, and prompts are continued."""
+"""A pretrained model with its tokenizer: texts become token ids."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from dynorm.errors import DataError
@@ -44,32 +43,6 @@ class Pretrained:
         """Return ``max_length``, or the number of the model's positions if that is smaller."""
         positions = getattr(_text_config(self.model), "max_position_embeddings", None)
         return min(max_length, positions or max_length)
-
-    @torch.no_grad()
-    def greedy(self, model: PreTrainedModel, prompts: Sequence[list[int]], tokens: int) -> Tensor:
-        """Return the greedy continuations of prompts of equal length.
-
-        Each has ``tokens`` tokens: an end-of-text token does not stop it.
-        """
-        from transformers import GenerationConfig
-
-        ids = torch.tensor(prompts, device=next(model.parameters()).device)
-        before = model.generation_config
-        # The model's own may ask for samples, beams, penalties or another type of result.
-        model.generation_config = GenerationConfig(
-            eos_token_id=before.eos_token_id, pad_token_id=self.tokenizer.pad_token_id
-        )
-        try:
-            continued: Tensor = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                min_new_tokens=tokens,
-                max_new_tokens=tokens,
-            )
-        finally:
-            model.generation_config = before
-        return continued[:, ids.shape[1] :].cpu()
 
 
 def encode(pretrained: Pretrained, texts: Sequence[str], max_length: int = 128) -> list[list[int]]:

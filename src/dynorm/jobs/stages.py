@@ -58,8 +58,8 @@ def silent(line: str) -> None:
 
 def convert_in_stages_(
     model: nn.Module, data: Data, recipe: Recipe, meta: JsonObject, say: Say = silent
-) -> tuple[ModelReport, nn.Module]:
-    """Convert a model by a recipe without None; return its report, and a copy of the original.
+) -> ModelReport:
+    """Convert a model by a recipe without None, and return its report.
 
     After each stage the outputs for a few held-out batches are compared with the original's. The
     model keeps the values of the stage with the least loss there. After an error the model is as it
@@ -105,7 +105,7 @@ def convert_in_stages_(
     course.seconds["measure"] = round(time.perf_counter() - begun, 2)
     report.meta["seconds"] = course.seconds
     report.meta["stages"] = course.details
-    return report, original
+    return report
 
 
 def _stages(data: Data, recipe: Recipe, original: nn.Module, say: Say) -> list[Stage]:

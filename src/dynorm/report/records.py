@@ -94,12 +94,3 @@ class InspectedSite(MeasuredSite):
     def ratio(self) -> float:
         """Return DyT's error on outliers over DyISRU's: above 1 if the paper's claim holds."""
         return self.outliers.errors["dyt"] / max(self.outliers.errors["dyisru"], 1e-300)
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """A held-out text as both models continue it, with the likeliest token at each step."""
-
-    prompt: str
-    original: str  # the continuation of the original
-    now: str  # that of the converted model

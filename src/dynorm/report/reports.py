@@ -10,7 +10,7 @@ from dynorm.files import write_text
 from dynorm.plain import JsonObject, NotTheModel, plain
 from dynorm.report import words
 from dynorm.report.output import OutputReport
-from dynorm.report.records import Continuation, InspectedSite, MeasuredSite, SiteReport
+from dynorm.report.records import InspectedSite, MeasuredSite, SiteReport
 from dynorm.report.rendering import rendered
 from dynorm.report.words import count_of, digits
 from dynorm.table import Table, wrapped
@@ -99,8 +99,6 @@ class ModelReport(Report):
         output: the model's output, compared with the original's.
         batches: how many batches were measured.
         kept: paths of the norms that the model still has.
-        continuations: held-out texts, continued by a language model and its original; only
-            ``dynorm convert`` has them.
         unreached: paths of the layers that no batch reached.
         left: paths of the layers that cannot be compared with a norm, because they were folded, or
             the original has them too: they have no row.
@@ -113,7 +111,6 @@ class ModelReport(Report):
     output: OutputReport
     kept: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    continuations: list[Continuation] = field(default_factory=list)
 
     def title(self) -> str:
         """Return one line: the norms that were replaced, and the channels that a value depends on."""
