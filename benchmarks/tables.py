@@ -11,6 +11,7 @@ START = "<!-- {name}: made by python -m benchmarks.tables -->"
 END = "<!-- end -->"
 LAYERS = {"linear": "a line", "dyisru": "DyISRU", "dyt": "scaled DyT", "derf": "scaled Derf"}
 MODELS = {"minilm": "all-MiniLM-L6-v2", "smollm2": "SmolLM2-135M", "dinov2": "DINOv2-small"}
+RETRIEVED = {"untrained": "DyISRU, no training", "demo": "DyISRU, 300 steps"}
 Row = dict[str, Any]
 
 
@@ -105,7 +106,7 @@ def retrieval_table() -> str:
         losses = [a - b for a, b in zip(original["mrr"], row["mrr"], strict=True)]
         rows.append(
             [
-                row["model"],
+                RETRIEVED.get(row["model"], row["model"]),
                 f"{mean(row['recall_at_1']):.1%}",
                 f"{mean(row['mrr']):.4f}",
                 "" if row is original else f"{max(losses):.4f}",

@@ -118,7 +118,7 @@ class PointwiseNorm(PointwiseModule):
         if not isinstance(x, Tensor) or type(self).pointwise is not PointwiseNorm.pointwise:
             return False
         has_hooks = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
-        has_hooks = has_hooks or self._backward_pre_hooks or _has_any_global_hook()
+        has_hooks = has_hooks or self._backward_pre_hooks or _has_any_global_hook()  # type: ignore[no-untyped-call]
         if has_hooks or "forward" in vars(self):
             return False
         is_alike = x.shape == residual.shape and x.dtype == residual.dtype
