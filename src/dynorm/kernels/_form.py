@@ -26,6 +26,11 @@ DEFINITIONS: dict[int, Callable[..., Tensor]] = {
     FunctionCode.DERF: functional.derf,
     FunctionCode.LINEAR: functional.linear,
 }
+# A copy of the package under another name has its operators under that name.
+NAMESPACE = __name__.partition(".")[0]
+# Parameters and Form in the schemas of these operators.
+TENSORS = "Tensor constant, Tensor? shift, Tensor? center, Tensor? weight, Tensor? bias"
+FORM = "int function, bool logarithmic, float scale"
 # 1 / (beta slope^2): the slope of erf at 0 is 2 / sqrt(pi).
 RATIO_OF_DERF = 4 / torch.pi
 

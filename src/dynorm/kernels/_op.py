@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from dynorm.arguments import watched_eagerly
 from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu
-from dynorm.kernels._form import Form, Parameters
+from dynorm.kernels._form import FORM, NAMESPACE, TENSORS, Form, Parameters
 
 ENABLED = os.environ.get("DYNORM_KERNELS", "1") != "0"
 _log = logging.getLogger("dynorm")
@@ -32,13 +32,8 @@ _PLAIN_TYPES = (Tensor, Parameter)
 
 # T, one number per token, makes the constant ``constant + T`` for DyISRU, and ``constant / sqrt(1 +
 # ratio constant^2 T)`` for the functions of a slope.
-_PARAMETERS = (
-    "Tensor constant, Tensor? shift, Tensor? center, Tensor? weight, Tensor? bias, "
-    "Tensor? token_constant, int function, bool logarithmic, float scale"
-)
-# A copy of the package under another name has an op under that name.
-_NAMESPACE = __name__.partition(".")[0]
-_library: Any = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+_PARAMETERS = f"{TENSORS}, Tensor? token_constant, {FORM}"
+_library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 # y, of the shape, dtype and memory order of x; then the sum, if there is a residual.
 _library.define(f"pointwise(Tensor x, Tensor? residual, {_PARAMETERS}) -> Tensor[]")
 # The gradients that are needed, of x (and residual), of the parameters and of the tokens' numbers.
@@ -46,8 +41,8 @@ _library.define(
     f"pointwise_backward(Tensor grad, Tensor? grad_sum, Tensor x, {_PARAMETERS}, bool[] needed) "
     "-> Tensor[]"
 )
-_op = getattr(torch.ops, _NAMESPACE).pointwise.default
-_op_backward = getattr(torch.ops, _NAMESPACE).pointwise_backward.default
+_op = getattr(torch.ops, NAMESPACE).pointwise.default
+_op_backward = getattr(torch.ops, NAMESPACE).pointwise_backward.default
 
 
 def backend(device: torch.device | str = "cpu") -> str:
@@ -410,5 +405,5 @@ for _device in ("CPU", "CUDA"):
     _library.impl("pointwise", _values, _device)
     _library.impl("pointwise_backward", _gradients, _device)
 _library.impl("pointwise", lambda *arguments: list(_record(True, *arguments)), "Autograd")
-torch.library.register_fake(f"{_NAMESPACE}::pointwise", _fake_values, lib=_library)
-torch.library.register_fake(f"{_NAMESPACE}::pointwise_backward", _fake_gradients, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::pointwise", _fake_values, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::pointwise_backward", _fake_gradients, lib=_library)

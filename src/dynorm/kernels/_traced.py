@@ -9,16 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynorm.kernels._form import Form, Parameters
+from dynorm.kernels._form import FORM, NAMESPACE, TENSORS, Form, Parameters
 
-# A copy of the package under another name has operators under that name.
-NAMESPACE = __name__.partition(".")[0]
-PARAMETERS = (
-    "Tensor constant, Tensor? shift, Tensor? center, Tensor? weight, Tensor? bias, int function, "
-    "bool logarithmic, float scale"
-)
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"definition(Tensor x, {PARAMETERS}) -> Tensor")
+_library.define(f"definition(Tensor x, {TENSORS}, {FORM}) -> Tensor")
 
 
 def _definition(x: Tensor, *arguments: Any) -> Tensor:

@@ -16,14 +16,14 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F  # noqa: N812
 
 from dynorm.kernels import _triton
-from dynorm.kernels._form import Form, Parameters
-from dynorm.kernels._traced import NAMESPACE, PARAMETERS, definition
+from dynorm.kernels._form import FORM, NAMESPACE, TENSORS, Form, Parameters
+from dynorm.kernels._traced import definition
 
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 # The total, (x @ weight.T + product_bias) * factor + residual, empty unless it is kept; then y.
 _library.define(
     "product(Tensor x, Tensor weight_of_product, bool transposed, Tensor? product_bias, "
-    f"Tensor? factor, Tensor? residual, bool keep_total, {PARAMETERS}) -> (Tensor, Tensor)"
+    f"Tensor? factor, Tensor? residual, bool keep_total, {TENSORS}, {FORM}) -> (Tensor, Tensor)"
 )
 _op = getattr(torch.ops, NAMESPACE).product.default
 # An fx.Node: its arguments have no one type.
