@@ -115,7 +115,7 @@ def sum_kernel(target: GPUTarget, dtype: str, channels: int) -> Any:
         chunks=ANY,
         FORM=_triton.Choices(FunctionCode.DYISRU, True, 1.0, 0b11000, channels),
         WANTED=0b110011,
-        BLOCKS=-(-channels // _triton.tile(channels)[1]),
+        BLOCKS=_triton.ceil_divide(channels, _triton.tile(channels)[1]),
         SLOT=_triton._aligned(channels),
         BLOCK_PARTS=_triton._PARTS,
         BLOCK_NUMBERS=_triton._NUMBERS,

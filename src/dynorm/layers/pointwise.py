@@ -117,9 +117,15 @@ class PointwiseNorm(PointwiseModule):
         """Return whether one kernel may add the residual, because nobody has to see the sum first."""
         if not isinstance(x, Tensor) or type(self).pointwise is not PointwiseNorm.pointwise:
             return False
-        has_hooks = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks
-        has_hooks = has_hooks or self._backward_pre_hooks or _has_any_global_hook()  # type: ignore[no-untyped-call]
-        if has_hooks or "forward" in vars(self):
+        # As torch decides whether a call needs more than forward.
+        own_hooks = (
+            self._forward_pre_hooks,
+            self._forward_hooks,
+            self._backward_pre_hooks,
+            self._backward_hooks,
+        )
+        global_hooks: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        if any(own_hooks) or global_hooks or "forward" in vars(self):
             return False
         is_alike = x.shape == residual.shape and x.dtype == residual.dtype
         is_right = x.shape[self.dim :][:1] == (self.channels,)
