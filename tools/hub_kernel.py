@@ -31,6 +31,7 @@ FILES = (
     "kernels/_cpu.py",
     "kernels/_op.py",
     "kernels/_form.py",
+    "kernels/_traced.py",
     "kernels/_triton.py",
     "kernels/_triton_functions.py",
     "kernels/_triton_kernels.py",
