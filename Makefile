@@ -157,7 +157,7 @@ check-figures: setup .venv/models.stamp build/debian-descriptions.txt
 
 # The figures and tables of the paper, for docs/mathematics.md.
 paper: setup
-	$(BIN)/dynorm paper --out build/paper
+	$(BIN)/dynorm paper --out build/paper --overwrite
 	cp build/paper/table.json benchmarks/results/paper.json
 	cp build/paper/fig3.png docs/images/paper-fig3.png
 	$(BIN)/python -m benchmarks.tables

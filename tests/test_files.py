@@ -49,6 +49,15 @@ def test_what_will_not_be_writable_is_refused_before_the_work(tmp_path: Path, na
         require_writable(tmp_path / name)
 
 
+def test_a_file_that_exists_is_refused_unless_it_may_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("mine")
+    with pytest.raises(dynorm.errors.StorageError, match=r"a\.txt.*--overwrite"):
+        require_writable(path)
+    require_writable(path, overwrite=True)
+    assert path.read_text() == "mine"
+
+
 def test_the_folder_of_what_will_be_written_is_made(tmp_path: Path) -> None:
     require_writable(tmp_path / "a" / "b" / "c.txt")
     assert list((tmp_path / "a" / "b").iterdir()) == []

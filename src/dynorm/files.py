@@ -40,9 +40,17 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         ) from error
 
 
-def require_writable(path: str | os.PathLike[str]) -> None:
-    """Create the folder of a later output file; refuse now a path that cannot be written."""
+def require_writable(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Create the folder of a later output file; refuse now a path that cannot be written.
+
+    ``overwrite`` allows a file that exists.
+    """
     target = Path(path)
+    if target.is_file() and not overwrite:
+        raise StorageError(
+            f"the output must be a new file, but {str(target)!r} exists: choose another path, or "
+            "pass --overwrite"
+        )
     try:
         if target.is_dir():
             raise IsADirectoryError(f"{target} is a directory")

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from dynorm.cli import main
+from dynorm.cli.application import format_warning
 from dynorm.cli.pretrained import layers_of
+from dynorm.errors import CalibrationWarning
 from dynorm.recipe import Recipe
 
 PAIRS: list[tuple[list[str], dict[str, Any]]] = [
@@ -62,3 +64,10 @@ def test_wrong_values_are_named_with_status_2(
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == "dynorm: held_out must be an integer, at least 2, got 1\n"
+
+
+def test_only_warnings_of_dynorm_bear_its_name() -> None:
+    ours = format_warning("saturates", CalibrationWarning, "layer.py", 3)
+    assert ours == "dynorm: saturates\n"
+    theirs = format_warning("deprecated", FutureWarning, "other.py", 3, "call()")
+    assert theirs == "other.py:3: FutureWarning: deprecated\n  call()\n"

@@ -15,7 +15,7 @@ COMMANDS = {
     "convert": "tiny converted --texts texts.txt --held-out 16 --max-length 16 --refine 1 --steps 2 --lr 1e-5",
     "inspect": "tiny --texts texts.txt --samples 8 --html inspection.html",
     "fold": "tiny folded",
-    "paper": "--seed 1 --figure fig1",
+    "paper": "--samples 1",
     "prove": "--only appendix-b --out proofs.html",
     "explore": "",
 }

@@ -94,38 +94,22 @@ def test_a_familys_inverse(name: str) -> None:
     torch.testing.assert_close(family.inverse(f), z)
 
 
-def test_the_function_takes_any_shape_and_layout() -> None:
+def test_the_function_takes_any_shape() -> None:
     fitted = fit("DyT", [2.0, 4.0], [3.0, 5.0], channels=50)
-    x = np.arange(6.0).reshape(2, 3)[:, ::-1]
-    x.flags.writeable = False
+    x = np.arange(6.0).reshape(2, 3)
     np.testing.assert_allclose(fitted.function(x), 7 * np.tanh(fitted.value * x), rtol=1e-13)
-    assert fitted.function(1.5).shape == ()
 
 
-@pytest.mark.parametrize("name", ["DyT", "linear"])
+@families
 @pytest.mark.parametrize(
-    ("x", "y", "channels", "message"),
-    [
-        ([1.0], [0.5, 0.6], 10, "the same shape"),
-        ([], [], 10, "one point"),
-        ([1.0], [0.5], 1, "at least 2 channels"),
-        ([1.0, -1.0], [0.5, 0.5], 10, "sign.*y"),
-        ([math.nan], [0.5], 10, "sign.*y"),
-        ([math.inf], [0.5], 10, "must be finite"),
-        ([1.0], [3.5], 10, "must lie within"),
-        ([1.0, 2.0], [1.0, 1.0], 2, "not all"),
-    ],
+    ("x", "y"), [([1.0, -1.0], [0.5, 0.5]), ([math.nan], [0.5]), ([1.0, 2.0], [9.5, 9.5])]
 )
-def test_points_that_cannot_be_fitted(
-    name: str, x: list[float], y: list[float], channels: int, message: str
-) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        fit(name, x, y, channels)
+def test_points_that_cannot_be_fitted(name: str, x: list[float], y: list[float]) -> None:
+    with pytest.raises(ArgumentError, match=f"{name} has no least-squares fit to 1 of 1"):
+        fit(name, x, y, 10)
 
 
-def test_an_unknown_function_and_a_missing_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArgumentError, match=r"DyT.*DyISRU"):
-        fit_many("tanh", [[1.0]], [[0.5]], 10)
+def test_a_missing_scipy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize.elementwise", None)
     with pytest.raises(ArgumentError, match=r"scipy.*install"):
         fit("DyT", [1.0], [0.5], 10)

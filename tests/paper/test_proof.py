@@ -157,9 +157,9 @@ with as_written():
     STILL_TRUE = {
         1 / (C * sqrt(sigma**2)) * (x_i - mu + 1 / C * sum_k(x_k - mu)),
         1 / (C * sqrt(sigma**2)) * (x_i - mu - 1 / (C - 1) * sum_k(x_k - mu)),
-        d(1 / (C - 1) * (log((x_i - mu) ** 2) / 2) + log(positive("c_lhs")) / C),
-        d(1 / (C - 1) * (log((x_i - mu) ** 2) / 2) + log(positive("c_lhs")) / (C + 1)),
-        d(1 / (C - 1) * (log((x_i - mu) ** 2) / 2) - log(positive("c_lhs")) / (C - 1)),
+        d(1 / (2 * (C - 1)) * log((x_i - mu) ** 2) + log(positive("c_lhs")) / C),
+        d(1 / (2 * (C - 1)) * log((x_i - mu) ** 2) + log(positive("c_lhs")) / (C + 1)),
+        d(1 / (2 * (C - 1)) * log((x_i - mu) ** 2) - log(positive("c_lhs")) / (C - 1)),
     }
 
 
@@ -221,7 +221,7 @@ with as_written():
         ("note-rmsnorm", "c_i", sum_k(x_k * (delta(k, i) + 1 / C))),
         ("closed-form-2", "v_i", others((x_k - mu) ** 2) / (C - 1)),
         ("closed-form-3", "s_i", sum_k(x_k**2)),
-        ("witness-all", "MS", sum_k(x_k**2) / (C - 1)),
+        ("closed-form-3", "MS", sum_k(x_k**2) / (C - 1)),
         ("witness-derivative", "beta_i", positive("beta") + sum_k(g_k * (x_k - real("p")) ** 2)),
     ]
 

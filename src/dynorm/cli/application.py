@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import track
 
 from dynorm import version
-from dynorm.errors import ArgumentError, DynormError, require_library
+from dynorm.errors import ArgumentError, CalibrationWarning, DynormError, require_library
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,6 +43,8 @@ def options(
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")]
 """The option ``--json`` of every command that prints a result."""
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
+"""The option ``--overwrite`` of every command that writes files."""
 
 
 def main() -> None:
@@ -50,7 +52,7 @@ def main() -> None:
 
     The exit status is 0, 1 if the work failed, 2 for wrong usage, or 130 after Ctrl-C.
     """
-    warnings.showwarning = lambda message, *_: typer.echo(f"dynorm: {message}", err=True)
+    warnings.formatwarning = format_warning
     try:
         app()
     except DynormError as error:
@@ -61,6 +63,22 @@ def main() -> None:
         if stop.code == 130:
             typer.echo("dynorm: stopped; nothing was half-written", err=True)
         raise
+
+
+_format_of_python = warnings.formatwarning
+
+
+def format_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """Return a warning of dynorm like one of its errors, and a library's as Python shows it."""
+    if issubclass(category, CalibrationWarning):
+        return f"dynorm: {message}\n"
+    return _format_of_python(message, category, filename, lineno, line)
 
 
 def quiet_libraries() -> None:

@@ -1,21 +1,14 @@
 """The commands ``dynorm paper``, ``dynorm prove`` and ``dynorm explore``."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from dynorm.cli.application import AsJson, app, progress_bar
-from dynorm.errors import ArgumentError, StorageError
+from dynorm.cli.application import AsJson, Overwrite, app, progress_bar
+from dynorm.errors import require_library
 from dynorm.files import require_writable, write_bytes, write_text
-
-# With a thousand samples, tokens of this size take a minute.
-MOST_CHANNELS = 1 << 16
-
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")]
 
 
 @app.command()
@@ -23,90 +16,37 @@ def paper(
     out: Annotated[
         Path, typer.Option(help="Folder for figures and tables. Created if missing.")
     ] = Path("paper"),
-    figure: Annotated[
-        list[str] | None,
-        typer.Option(help="Draw only this figure, fig1 to fig3. Default: all. Repeatable."),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Use only the sample with this seed. Default: the paper's seed, 1, and a study "
-            "of many seeds."
-        ),
-    ] = None,
-    channels: Annotated[int, typer.Option(help="Number of channels C, from 3 to 65,536.")] = 100,
-    sigma: Annotated[float, typer.Option(help="Standard deviation of the samples.")] = 2.0,
     samples: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Samples per setting of the study, with seeds 1, 2, ... Default: 1000."
-        ),
-    ] = None,
+        int, typer.Option(min=1, help="Samples per setting of the study, with seeds 1, 2, ...")
+    ] = 1000,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Reproduce section 4: outliers, fits, the closed form, and a study over many samples.
 
     Example: dynorm paper --out paper
     """
-    from dynorm.paper.figures import FIGURES, FORMATS, check_figures, draw, render
-    from dynorm.paper.generality import PAPER_SEED, reproduce, study_all
+    require_library("matplotlib", "the figures", "paper")
+    from dynorm.paper.figures import FIGURES, FORMATS, draw, render
+    from dynorm.paper.generality import reproduce
     from dynorm.paper.table import document, printed
 
-    names = list(figure or FIGURES)
-    names = list(dict.fromkeys(names))
-    check_figures(names)
-    _check(channels, sigma, seed, samples)
-    files = ["table.json"]
-    for name in names:
-        files += [f"{name}.{format}" for format in FORMATS]
-    for file in files:
-        require_writable(out / file)
-    if seed is None:
-        track = progress_bar("study", quiet=as_json)
-        studies = study_all(channels, sigma, samples or 1000, track=track)
-        reproduction = reproduce(channels, sigma, PAPER_SEED, studies)
-    else:
-        reproduction = reproduce(channels, sigma, seed)
+    table = out / "table.json"
+    pictures = [(name, format) for name in FIGURES for format in FORMATS]
+    for path in (table, *(out / f"{name}.{format}" for name, format in pictures)):
+        require_writable(path, overwrite=overwrite)
+    reproduction = reproduce(samples, progress_bar("study", quiet=as_json))
     as_text = json.dumps(document(reproduction), indent=1)
-    write_text(out / "table.json", as_text + "\n")
-    for name in names:
-        drawn = draw(name, reproduction)
-        for format in FORMATS:
-            write_bytes(out / f"{name}.{format}", render(drawn, format))
+    write_text(table, as_text + "\n")
+    figures = {name: draw(name, reproduction) for name in FIGURES}
+    for name, format in pictures:
+        write_bytes(out / f"{name}.{format}", render(figures[name], format))
     if as_json:
         typer.echo(as_text)
         return
-    console = Console(highlight=False)
     for part in printed(reproduction):
-        console.print(part, markup=False, soft_wrap=True)
-    console.print(
-        f"\n{out} has the results as table.json, and {', '.join(names)} as PNG and SVG.",
-        markup=False,
-    )
-
-
-def _check(
-    channels: int,
-    sigma: float,
-    seed: int | None,
-    samples: int | None,
-) -> None:
-    from dynorm.paper.simulation import check_settings
-
-    if channels < 3:
-        raise ArgumentError(
-            f"channels must be at least 3, got {channels}: LayerNorm is undefined for one channel "
-            "and always gives 1 and -1 for two, which leaves nothing to fit"
-        )
-    if channels > MOST_CHANNELS:
-        raise ArgumentError(
-            f"channels must be at most {MOST_CHANNELS:,}, got {channels:,}: no model has more"
-        )
-    check_settings(channels, sigma, 0.0, seed or 0)
-    if seed is not None and samples is not None:
-        raise ArgumentError(
-            "samples must not come with seed, which asks for one sample: leave out one of the two"
-        )
+        typer.echo(part)
+    typer.echo(f"{out} has the results as table.json, and {', '.join(FIGURES)} as PNG and SVG.")
 
 
 @app.command()
@@ -135,18 +75,15 @@ def prove(
     patterns = only or ()
     prove.choose(patterns)
     if out is not None:
-        _require_new(out, overwrite)
-        show.prepare(out)
+        require_library("latex2mathml", "the page of proofs", "paper")
+        require_writable(out, overwrite=overwrite)
     report = prove.prove(patterns, track=progress_bar("proving", quiet=as_json))
     if out is not None:
-        show.save(report, out)
+        write_text(out, show.render(report))
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
     else:
-        # Without a terminal rich assumes 80 columns, which would break names.
-        has_width = Console().is_terminal or "COLUMNS" in os.environ
-        console = Console(highlight=False, width=None if has_width else 140)
-        show.show(report, console)
+        typer.echo(show.as_text(report))
         if out is not None:
             typer.echo(f"The proofs are in {out}")
     raise typer.Exit(0 if report.holds else 1)
@@ -161,17 +98,8 @@ def explore(
 
     Example: dynorm explore --out explore.html
     """
-    from dynorm.paper.explorer import save_page
+    from dynorm.paper.explorer import build_page
 
-    _require_new(out, overwrite)
-    typer.echo(f"Read {save_page(out)} in a browser.")
-
-
-def _require_new(path: Path, overwrite: bool) -> None:
-    """Refuse to replace a file, unless overwrite is given."""
-    # Other paths that cannot be written are refused where the page is written.
-    if path.is_file() and not overwrite:
-        raise StorageError(
-            f"the output must be a new file, but {str(path)!r} exists: choose another path, or "
-            "pass --overwrite"
-        )
+    require_writable(out, overwrite=overwrite)
+    write_text(out, build_page())
+    typer.echo(f"Read {out.resolve()} in a browser.")

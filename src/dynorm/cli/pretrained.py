@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dynorm.cli.application import AsJson, app, quiet_libraries, show, speaker
+from dynorm.cli.application import AsJson, Overwrite, app, quiet_libraries, show, speaker
 from dynorm.files import require_writable
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.inspect import inspect_pretrained
@@ -50,7 +50,6 @@ MaxLength = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in OUT.")]
 
 
 def layers_of(words: list[str]) -> Any:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from dynorm.errors import ArgumentError
+from dynorm.errors import ArgumentError, require_library
 from dynorm.functional import derf, dyisru, dyisru_general, dyt, linear
 from dynorm.paper.simulation import Array, Simulation
 from dynorm.theory import leave_one_out_beta, leave_one_out_mean
@@ -75,10 +75,7 @@ class Fit:
 
     def function(self, x: ArrayLike) -> Array:
         """Return the function of an array of any shape."""
-        # A copy, because torch refuses read-only and reversed arrays.
-        inputs = np.array(x, dtype=np.float64, order="C", ndmin=1)
-        outputs = self.of(torch.from_numpy(inputs))
-        return outputs.numpy().reshape(np.shape(x))
+        return self.of(torch.tensor(x, dtype=torch.float64)).numpy()
 
     @cached_property
     def residuals(self) -> Array:
@@ -107,11 +104,10 @@ def fit(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Fit:
         channels: C.
 
     Raises:
-        ArgumentError: If the points cannot be fitted, or if scipy is not installed.
+        ArgumentError: If a function has no fit to the points, or if scipy is not installed.
     """
-    x_tensor, y_tensor = _points(x, y, channels)
-    inputs = x_tensor.numpy()
-    outputs = y_tensor.numpy()
+    inputs = np.array(x, dtype=np.float64)
+    outputs = np.array(y, dtype=np.float64)
     constants = fit_many(name, inputs[None], outputs[None], channels)
     value = float(constants[0])
     label = FAMILIES[name].constant if name in FAMILIES else "slope"
@@ -160,11 +156,8 @@ def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
 
     x and y have the shape (sets, n), the constants the shape (sets,).
     """
-    if name not in FITTED:
-        raise ArgumentError(
-            f"the function must be one of {', '.join(FITTED)}, got {name!r}: give one of those"
-        )
-    inputs, outputs = _points(x, y, channels, dimensions=2)
+    inputs = torch.tensor(x, dtype=torch.float64)
+    outputs = torch.tensor(y, dtype=torch.float64)
     if name == "linear":
         slopes = (inputs * outputs).sum(-1) / (inputs * inputs).sum(-1)
         return slopes.numpy()
@@ -184,13 +177,9 @@ def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
         (slope,) = torch.autograd.grad(residuals.square().sum(), logs)
         return slope[:, 0].numpy()
 
-    try:
-        # Only the fits need scipy.
-        from scipy.optimize.elementwise import find_root
-    except ImportError as error:
-        raise ArgumentError(
-            "the fits need scipy 1.15 or newer: pip install 'dynorm[paper]'"
-        ) from error
+    require_library("scipy.optimize.elementwise", "the fits", "paper")
+    from scipy.optimize.elementwise import find_root
+
     # Below the smallest exact k every output is too small, above the largest every output is too
     # large, so the derivative changes sign. If all points of a set agree, the bracket has no width;
     # the margin covers rounding.
@@ -200,37 +189,8 @@ def fit_many(name: str, x: ArrayLike, y: ArrayLike, channels: int) -> Array:
     search = find_root(gradient, (low, high), args=(every_row,))
     if not search.success.all():
         failed = (~search.success).sum()
-        raise ArgumentError(f"{name} has no least-squares fit to {failed} sets: check the points")
+        raise ArgumentError(
+            f"each x must have the sign of its y, and LayerNorm's y must not all be at the bound, but "
+            f"{name} has no least-squares fit to {failed} of {len(inputs)} sets: check the points"
+        )
     return np.asarray(np.exp(family.power * search.x))
-
-
-def _points(
-    x: ArrayLike, y: ArrayLike, channels: int, dimensions: int = 1
-) -> tuple[Tensor, Tensor]:
-    """Return the points as tensors; reject points that no such function can fit."""
-    inputs = np.array(x, dtype=np.float64, order="C")
-    outputs = np.array(y, dtype=np.float64, order="C")
-    has_points = inputs.ndim == dimensions and inputs.size > 0
-    if not has_points or inputs.shape != outputs.shape or channels < 2:
-        shape = "(n,)" if dimensions == 1 else "(sets, n)"
-        raise ArgumentError(
-            f"a fit needs x and y of the same shape {shape}, at least one point, and at least 2 "
-            f"channels, got {inputs.shape}, {outputs.shape} and {channels} channels: give those"
-        )
-    # Written so that NaN is rejected too.
-    same_sign = inputs * outputs > 0
-    if not (same_sign & np.isfinite(inputs)).all():
-        raise ArgumentError(
-            "each x must be finite and have the sign of its y, because these functions go through "
-            "0: leave out the other points, or subtract a centre from x"
-        )
-    bound = math.sqrt(channels - 1)
-    within = np.abs(outputs) < bound * (1 + 1e-12)
-    on_bound = np.abs(outputs) > bound * (1 - 1e-12)
-    if not within.all() or on_bound.all():
-        raise ArgumentError(
-            f"LayerNorm's outputs must lie within sqrt(C - 1) = {bound:g} and not all on it, got "
-            f"{outputs.min():g} to {outputs.max():g}: no constant fits these; take more than 2 "
-            "channels, or less extreme outliers"
-        )
-    return torch.from_numpy(inputs), torch.from_numpy(outputs)

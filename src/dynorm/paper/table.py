@@ -1,7 +1,6 @@
 """The numbers behind the figures: as JSON and as printed tables."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from dynorm.paper.fits import CLOSED
 from dynorm.paper.generality import PAPER, Reproduction, Study
@@ -24,7 +23,7 @@ def document(reproduction: Reproduction) -> dict[str, object]:
     paper = {}
     for name, (constant, mean) in PAPER.items():
         paper[name] = {"constant": constant, "mean_absolute_residual": mean}
-    results: dict[str, Any] = {
+    return {
         "simulation": {
             "channels": simulation.channels,
             "sigma": simulation.sigma,
@@ -39,10 +38,8 @@ def document(reproduction: Reproduction) -> dict[str, object]:
         "closed_form": closed,
         "channel_betas": channel_betas(simulation).tolist(),
         "paper": paper,
+        "studies": [study.to_dict() for study in reproduction.studies],
     }
-    if reproduction.studies:
-        results["studies"] = [study.to_dict() for study in reproduction.studies]
-    return results
 
 
 def printed(reproduction: Reproduction) -> Iterator[str]:
@@ -57,44 +54,22 @@ def printed(reproduction: Reproduction) -> Iterator[str]:
         f"C v_o = {closed.value:.6g}. Eq. 14's beta of the outlier's channel is "
         f"{' or '.join(betas)} at every step.\n"
     )
-    if reproduction.studies:
-        yield _studies_table(reproduction.studies)
+    yield _studies_table(reproduction.studies)
 
 
 def _fit_table(reproduction: Reproduction) -> str:
     simulation = reproduction.simulation
-    # The paper gives figures for one setting only.
-    paper: Mapping[str, tuple[str, str]] = {}
-    if (simulation.channels, simulation.sigma) == (100, 2.0):
-        paper = PAPER
     rows = []
     for fit in reproduction.fits.values():
         constant = fit.constant
         if fit.name == CLOSED:
             constant = f"{constant} = C v_o"
-        value, mean = paper.get(fit.name, ("", ""))
-        mean_here = _mean_text(fit.mean_absolute_residual)
+        value, mean = PAPER.get(fit.name, ("", ""))
+        mean_here = f"{fit.mean_absolute_residual:.6g}"
         rows.append((fit.name, constant, f"{fit.value:.8g}", value, mean_here, mean))
-    columns: list[str] = [
-        "function",
-        "constant",
-        "value",
-        "paper",
-        "mean |residual|",
-        "paper",
-    ]
-    title = (
-        f"C = {simulation.channels}, sigma = {simulation.sigma:g}, mean {simulation.mean:g}, "
-        f"seed {simulation.seed}"
-    )
+    columns = ["function", "constant", "value", "paper", "mean |residual|", "paper"]
+    title = f"C = {simulation.channels}, sigma = {simulation.sigma:g}, seed {simulation.seed}"
     return f"{Table(columns, rows, title=title)}\n"
-
-
-def _mean_text(mean: float) -> str:
-    # The closed form's is rounding.
-    if mean > 1e-9:
-        return f"{mean:.6g}"
-    return f"{mean:.2g}"
 
 
 def _studies_table(studies: Sequence[Study]) -> str:
@@ -105,7 +80,7 @@ def _studies_table(studies: Sequence[Study]) -> str:
         for name in ("DyISRU", "DyT"):
             median, low, high = study.middle(name)
             middles.append(f"{median:.2g} ({low:.2g} to {high:.2g})")
-        rows.append((setting, *middles, f"{study.lost:,} of {len(study.seeds):,}"))
+        rows.append((setting, *middles, f"{study.lost:,} of {study.samples:,}"))
     columns = ["setting", "DyISRU", "DyT", "samples that DyT wins"]
     title = "mean |residual| over many samples: median, 5 to 95 %"
     return f"{Table(columns, rows, title=title)}\n"

@@ -1,12 +1,9 @@
 """The explorer: an interactive HTML page with LayerNorm and the point-wise functions."""
 
-import os
 from importlib.resources import files
-from pathlib import Path
 from string import Template
 
 from dynorm import version
-from dynorm.files import require_writable, write_text
 from dynorm.report.colours import css_colors
 
 # The page's scripts; each uses only those before it.
@@ -41,16 +38,6 @@ def build_page() -> str:
         # The braces make a block, so that the scripts define no global names.
         script="{\n" + scripts + "}",
     )
-
-
-def save_page(path: str | os.PathLike[str]) -> Path:
-    """Write the explorer's page, all or nothing, and return its absolute path.
-
-    A missing folder is made.
-    """
-    require_writable(path)
-    write_text(path, build_page())
-    return Path(path).resolve()
 
 
 def _read(*parts: str) -> str:

@@ -3,20 +3,14 @@
 The page needs no other file: browsers show MathML without help.
 """
 
-import os
 import re
 from collections.abc import Iterator
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from dynorm.errors import require_library
-from dynorm.files import require_writable, write_text
-from dynorm.paper.proof.notation import RELATIONS, as_html, as_text, latex, mathml, one_line
+from dynorm.paper.proof.notation import RELATIONS, as_html, latex, mathml, one_line
 from dynorm.paper.proof.prove import CheckedStep, Report
 from dynorm.paper.proof.statement import Statement, Step, symbols_in
 from dynorm.report.rendering import rendered
+from dynorm.table import Table
 
 METHOD = (
     "Each step is one formula, written once. The page, the algebra and the numbers all use the "
@@ -34,22 +28,16 @@ METHOD = (
     "A step with ≠ is proven by one exact token at which the two sides differ.",
 )
 """How statements are proven, in paragraphs."""
-
-
-def prepare(path: str | os.PathLike[str]) -> None:
-    """Check, before the long work, that :func:`save` can write a page there; make its folder."""
-    require_library("latex2mathml", "the page of proofs", "paper")
-    require_writable(path)
-
-
-def save(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write a report as one HTML page, all or nothing; errors are those of :func:`prepare`."""
-    prepare(path)
-    write_text(path, render(report))
+NOTES = (
+    "equations: the numbers of the paper; for every C: algebra with the number of channels as a symbol",
+    "autograd: largest difference of dynorm's functions and their automatic derivatives, in float64",
+    "50 digits: largest difference of two equal sides at random tokens; both relative",
+)
+"""The meanings of the columns in the terminal."""
 
 
 def render(report: Report) -> str:
-    """Return the page as text."""
+    """Return the page as text; it needs the library latex2mathml."""
     names = "|".join(checked.statement.name for checked in report.statements)
 
     def linked(sentence: str) -> str:
@@ -95,38 +83,31 @@ def _definitions(statement: Statement) -> Iterator[str]:
             yield mathml(f"{latex(symbol)} = {latex(formula)}")
 
 
-def show(report: Report, console: Console) -> None:
-    """Print one row per statement, and each step that does not hold; the page has all steps."""
-    console.print(_table(report))
-    console.print(summary(report), markup=False)
+def as_text(report: Report) -> str:
+    """Return one row per statement, and each step that does not hold; the page has all steps."""
+    lines = [str(_table(report)), "", summary(report)]
     for checked in report.statements:
         for step in checked.steps:
             if not step.holds:
-                line = f"{checked.statement.name}: {failure(step)}"
-                console.print(line, style="red", markup=False)
+                lines.append(f"{checked.statement.name}: {failure(step)}")
+    return "\n".join(lines)
 
 
 def _table(report: Report) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("statement", no_wrap=True)
-    table.add_column("equations", overflow="fold")
-    table.add_column("for every C")
-    for title in ("autograd", "50 digits", "seconds"):
-        table.add_column(title, justify="right", no_wrap=True)
+    columns = ["statement", "equations", "for every C", "autograd", "50 digits", "seconds"]
+    rows = []
     for checked in report.statements:
-        table.add_row(
-            checked.statement.name,
-            checked.statement.equations,
-            Text("proven", "green") if checked.proven else Text("not proven", "bold red"),
-            _error(checked.autograd, checked.autograd_holds),
-            _error(checked.digits, checked.digits_hold),
-            f"{checked.seconds:.2f}",
+        rows.append(
+            [
+                checked.statement.name,
+                checked.statement.equations,
+                "proven" if checked.proven else "not proven",
+                f"{checked.autograd:.0e}",
+                f"{checked.digits:.0e}",
+                f"{checked.seconds:.2f}",
+            ]
         )
-    return table
-
-
-def _error(error: float, holds: bool) -> Text:
-    return Text(f"{error:.0e}", style="" if holds else "bold red")
+    return Table(columns, rows, NOTES)
 
 
 def summary(report: Report) -> str:
@@ -148,8 +129,7 @@ def failure(checked: CheckedStep) -> str:
     outcome = "proven" if checked.verdict.proven else "not proven"
     numbers = "numbers agree" if checked.measured.holds else "numbers contradict"
     step = checked.step
-    relation = as_text(f"${RELATIONS[step.relation]}$")
-    formula = f"{one_line(step.left)} {relation} {one_line(step.right)}"
+    formula = f"{one_line(step.left)} {step.relation} {one_line(step.right)}"
     line = f"{formula}: {outcome}, {numbers}"
     if checked.verdict.remains:
         line += f"; rest of the difference: {checked.verdict.remains}"

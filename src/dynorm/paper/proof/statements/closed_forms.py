@@ -1,10 +1,13 @@
-"""Closed forms: LayerNorm and RMSNorm are DyISRUs whose constants depend on other channels."""
+"""Closed forms: LayerNorm and RMSNorm are DyISRUs whose constants depend on other channels.
+
+Witness channels are between DyISRU, which has none, and RMSNorm, which uses all channels.
+"""
 
 import math
 
 from sympy import Eq, Ge, Gt, Integer, Ne, Rational, exp, log, sqrt
 
-from dynorm.functional import dyisru, dyisru_general, rms_norm
+from dynorm.functional import center, dyisru, dyisru_general, rms_norm
 from dynorm.paper.proof.statement import OURS, Statement
 from dynorm.paper.proof.vocabulary import (
     TOKEN,
@@ -14,6 +17,7 @@ from dynorm.paper.proof.vocabulary import (
     d,
     from_mean,
     from_others,
+    g_k,
     isr_unit,
     limit,
     m_i,
@@ -38,6 +42,7 @@ from dynorm.theory import (
     leave_one_out_mean,
     leave_one_out_variance,
     rms_norm_as_dyisru,
+    rms_norm_by_witnesses,
 )
 
 
@@ -142,15 +147,17 @@ def closed_form_3() -> Statement:
     MS = real("MS")
     RMS_i = real("RMS_i")
     s_i = real("s_i")
+    centered = from_mean / sqrt(sigma**2 + eps)
     statement = Statement(
         "closed-form-3",
-        title="RMSNorm is a DyISRU without a centre",
+        title="RMSNorm is a DyISRU without a centre, and with all channels as witnesses",
         source=OURS,
         equations="15",
         claim=r"$\mathrm{RMS}(x)_i = \sqrt{C}\,\frac{x_i}{\sqrt{s_i + x_i^2}}$ with $s_i = "
         r"\sum_{k \neq i} x_k^2$",
         assumes=r"$C > 1$, x not 0, $\varepsilon > 0$",
         definitions={
+            **TOKEN,
             MS: sum_k(x_k**2) / C,
             RMS_i: x_i / sqrt(MS),
             s_i: others(x_k**2),
@@ -167,11 +174,18 @@ def closed_form_3() -> Statement:
     )
     statement.step(
         Eq(x_i / sqrt(MS + eps), sqrt(C) * isr_unit(x_i, s_i + C * eps)),
-        r"With $\varepsilon$ the constant gains $C \varepsilon$.",
+        r"With $\varepsilon$ the constant gains $C \varepsilon$: all channels are witnesses, of gain 1.",
+    )
+    statement.step(
+        Eq(centered, sqrt(C) * isr_unit(from_mean, others((x_k - mu) ** 2) + C * eps)),
+        "So is LayerNorm of the centred token. Its centre is a statistic, so LayerNorm is not a "
+        "function of a few channels.",
     )
     statement.compare(RMS_i, lambda x, _: rms_norm_as_dyisru(x))
     statement.compare(x_i / sqrt(MS), lambda x, _: rms_norm(x, eps=0.0))
     statement.compare(x_i / sqrt(MS + eps), lambda x, at: rms_norm_as_dyisru(x, at.eps))
+    statement.compare(x_i / sqrt(MS + eps), lambda x, at: rms_norm_by_witnesses(x, at.eps))
+    statement.compare(centered, lambda x, at: rms_norm_by_witnesses(center(x), at.eps))
     return statement
 
 
@@ -181,9 +195,9 @@ def closed_form_4() -> Statement:
     p = real("p")
     t = positive("t")
     z = real("z")
-    center = (1 - t) * m_i + t * p
+    moved_center = (1 - t) * m_i + t * p
     constant = exp((1 - t) * log(C * v_i) + t * log(beta))
-    path = R * isr_unit(x_i - center, constant)
+    path = R * isr_unit(x_i - moved_center, constant)
     statement = Statement(
         "closed-form-4",
         title="The path from LayerNorm to DyISRU",
@@ -255,5 +269,57 @@ def closed_form_5() -> Statement:
     statement.compare(
         sqrt(C) * x_i / sqrt(C * sigma**2 + x_i**2),
         lambda x, at: dyisru(x, closed_form_beta(at.sigma**2, at.C), scale=math.sqrt(at.C)),
+    )
+    return statement
+
+
+def witness_derivative() -> Statement:
+    beta = positive("beta")
+    s = positive("s")
+    r = positive("r")
+    h = positive("h")
+    p = real("p")
+    u = real("u")
+    z = real("z")
+    beta_i = real("beta_i")
+    y_i = real("y_i")
+    Y = real("Y")
+    statement = Statement(
+        "witness-derivative",
+        title="The derivative with witness channels",
+        source=OURS,
+        equations="13, 15",
+        claim=r"$\frac{dy_i}{dx_i} = s\,\beta_i(x)\,(\beta_i(x) + (x_i - p)^2)^{-3/2}$ with "
+        r"$\beta_i(x) = \beta + \sum_{k \neq i} g_k (x_k - p)^2$, which does not move with "
+        "$x_i$. Without witnesses it is eq. 13 with a constant centre",
+        assumes=r"$C > 1$, $\beta > 0$, $s > 0$, $g_k \geq 0$, and 0 if channel k is not "
+        "a witness",
+        definitions={
+            beta_i: beta + others(g_k * (x_k - p) ** 2),
+            y_i: s * isr_unit(x_i - p, beta_i),
+            Y: s * isr_unit(u, r),
+        },
+    )
+    statement.step(Eq(d(beta_i), 0), "A channel is not its own witness.", by_sums=True)
+    statement.step(
+        Eq(d(Y, u), s * r * (r + u**2) ** Rational(-3, 2)),
+        r"So its derivative is that of eq. 13: $u = x_i - p$, and r in place of $\beta_i(x)$ is any "
+        "positive constant.",
+    )
+    statement.step(Gt(d(Y, u), 0), "It rises.")
+    statement.step(Gt(s**2, Y**2), "Its bound is the scale, with any witnesses.")
+    statement.step(
+        Eq(
+            d(s * isr_unit(u, r + h * z**2), z),
+            -(s * u * h * z * (r + h * z**2 + u**2) ** Rational(-3, 2)),
+        ),
+        "The output shrinks as another channel, a witness of gain h at the distance z from its "
+        r"centre, moves away; here r is the rest of $\beta_i(x)$.",
+    )
+    statement.compare(
+        y_i,
+        lambda x, at: dyisru_general(
+            x, at.beta, at.p, scale=at.s, witnesses=at.g.nonzero().flatten(), gain=at.g[at.g > 0]
+        ),
     )
     return statement

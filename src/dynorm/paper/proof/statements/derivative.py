@@ -120,12 +120,6 @@ def theorem_1() -> Statement:
         ),
     )
     statement.step(
-        Eq(d(y_i), quotient_rule),
-        r"The quotient rule, of $y_i = f / g$ with $f = x_i - \mu$ and $g = \sqrt{\sigma^2}$ "
-        "(eq. 20 to 22).",
-        tag="23",
-    )
-    statement.step(
         Eq(d(f), 1 - d(1 / C * sum_k(x_k))),
         "The mean moves with $x_i$: by eq. 1 it is a sum that contains $x_i$.",
     )
@@ -155,7 +149,12 @@ def theorem_1() -> Statement:
         slope_factor * from_mean, r"Deviations from the mean add up to 0: $\sum_k x_k = C \mu$."
     )
     statement.then(y_i / C, "Eq. 3.", tag="25")
-    statement.step(Eq(d(y_i), quotient_rule), "Eq. 23 again.")
+    statement.step(
+        Eq(d(y_i), quotient_rule),
+        r"The quotient rule, of $y_i = f / g$ with $f = x_i - \mu$ and $g = \sqrt{\sigma^2}$ "
+        "(eq. 20 to 22).",
+        tag="23",
+    )
     statement.then(
         (n / C * root - from_mean * (y_i / C)) / sigma**2,
         "Eq. 24 and 25 are inserted.",
@@ -215,7 +214,7 @@ def equation_8() -> Statement:
     )
     statement.step(Eq(d(F), d(1 / (C * sigma))), "Eq. 6.")
     statement.then(-(1 / (C * sigma**2) * d(sigma)), "The chain rule.")
-    statement.then(-(1 / (C * sigma**2) * (y_i / C)), "Eq. 25.")
+    statement.then(-(y_i / (C**2 * sigma**2)), "Eq. 25.")
     statement.then(-(y_i * F**2), "Eq. 6.")
     statement.step(
         Ne(d(F), 0),

@@ -82,7 +82,7 @@ def theorem_2() -> Statement:
         "An integral of the right hand side over $y$, checked by its derivative.",
     )
     statement.step(
-        Eq(d(integral, y) * Dy, d(F * x, x)),
+        Eq(Dy * d(integral, y), d(F * x, x)),
         "Along $x$, with $dy/dx$ of eq. 9, it moves as $F x$ does: the two differ by a constant, which is called $c$.",
     )
     statement.step(
@@ -117,7 +117,7 @@ def theorem_2() -> Statement:
         "Inserted again: eq. 11 solves eq. 9.",
         tag="9",
     )
-    statement.step(Eq(R * tanh(alpha * 0), 0), "It satisfies eq. 10, too.", tag="10")
+    statement.step(Eq(R * tanh(0 * alpha), 0), "It satisfies eq. 10, too.", tag="10")
     statement.step(
         Gt(n, solution**2),
         r"It stays within $\pm\sqrt{C-1}$, as was assumed when dividing.",
@@ -148,7 +148,7 @@ def theorem_3() -> Statement:
     # Both sides of the separated equation, and their logarithms.
     rate = 1 / C * (1 / from_mean)
     integrand = 1 / (n * y - y**3)
-    log_mean = log(from_mean**2) / 2
+    log_mean = log(from_mean**2)
     ratio = n * y ** (-2) - 1
     statement = Statement(
         "theorem-3",
@@ -183,7 +183,7 @@ def theorem_3() -> Statement:
     statement.step(Eq(F, 1 / (C - 1 - y_i**2) * d(y_i)), "Eq. 5, divided by $C - 1 - y^2$.")
     statement.step(Eq(F, 1 / (C * sqrt(sigma**2))), "Eq. 6.")
     statement.then(
-        1 / C * (y_i / from_mean), r"Eq. 3: $\sigma = (x_i - \mu) / y_i$ where $x_i \neq \mu$."
+        y_i / (C * from_mean), r"Eq. 3: $\sigma = (x_i - \mu) / y_i$ where $x_i \neq \mu$."
     )
     statement.step(
         Eq(rate, 1 / (n * y_i - y_i**3) * d(y_i)),
@@ -196,17 +196,17 @@ def theorem_3() -> Statement:
         r"Eq. 24: $dx = \frac{C}{C-1}\,d(x - \mu)$; C cancels.",
     )
     statement.then(
-        d(1 / n * (log_mean) + log(c_lhs) / n),
+        d(1 / (2 * n) * log_mean + log(c_lhs) / n),
         r"Its integral; $\frac{1}{2}\,\log (x - \mu)^2$ is $\log(x - \mu)$ where $x > \mu$, and "
         "covers both sides of $\\mu$.",
         tag="28",
     )
     statement.step(Eq(d(y ** (-2), y), -(2 * y ** (-3))), "For the right hand side: $u = y^{-2}$.")
     statement.step(
-        Eq(integrand * dy_du, integrand * -(y**3 / 2)),
+        Eq(integrand * dy_du, -(y**3 / (2 * (n * y - y**3)))),
         "$dy/du$ is one over the derivative before.",
     )
-    statement.then(-(1 / (n * u - 1) / 2), "Divided through by $y^3$; $u = y^{-2}$.")
+    statement.then(-(1 / (2 * (n * u - 1))), "Divided through by $y^3$; $u = y^{-2}$.")
     statement.then(
         d(-(1 / (2 * n) * log(n * u - 1)), u),
         "Its integral over $u$, checked by its derivative.",
@@ -221,7 +221,7 @@ def theorem_3() -> Statement:
     )
     statement.step(
         Eq(
-            d(1 / n * (log_mean)),
+            d(1 / (2 * n) * log_mean),
             d(-(1 / (2 * n) * log(n * y_i ** (-2) - 1))),
         ),
         "Along $x_i$ the integrals of both sides move alike, so they differ by a constant, which "
@@ -344,10 +344,9 @@ def equation_15() -> Statement:
     mu = real("mu")
     x = real("x")
     h = positive("h")
-    FAR_EXACT = R * (1 / h - mu) / sqrt(beta + (1 / h - mu) ** 2)
-    FAR = R * (1 / h) / sqrt(beta + (1 / h) ** 2)
-    EXACT = R * (x - mu) / sqrt(beta + (x - mu) ** 2)
-    DROPPED = R * x / sqrt(beta + x**2)
+    far_quotient = R * isr_unit(1 / h - mu, beta) / (R * isr_unit(1 / h, beta))
+    exact = R * isr_unit(x - mu, beta)
+    dropped = R * isr_unit(x, beta)
     statement = Statement(
         "equation-15",
         title="Equation 15: DyISRU, and the error of dropping the centre",
@@ -359,23 +358,23 @@ def equation_15() -> Statement:
         "other side is the same",
     )
     statement.step(
-        Eq(limit(FAR_EXACT / FAR, h), 1),
+        Eq(limit(far_quotient, h), 1),
         "Far out, the quotient of eq. 13 and eq. 15 goes to 1.",
         tag="15",
     )
     statement.step(
-        Eq(limit((1 - FAR_EXACT / FAR) / h**3, h), beta * mu),
+        Eq(limit((1 - far_quotient) / h**3, h), beta * mu),
         "The rest falls with the third power of the distance.",
     )
     statement.step(
         Eq(
-            DROPPED**2 - EXACT**2,
+            dropped**2 - exact**2,
             n * beta * mu * (2 * x - mu) / ((beta + x**2) * (beta + (x - mu) ** 2)),
         ),
         "The exact difference of the squares.",
     )
-    statement.step(Eq(R * -x / sqrt(beta + (-x) ** 2), -DROPPED), "The function is odd.")
-    statement.step(Gt(n, DROPPED**2), "Its bound is that of eq. 7.")
+    statement.step(Eq(R * isr_unit(-x, beta), -dropped), "The function is odd.")
+    statement.step(Gt(n, dropped**2), "Its bound is that of eq. 7.")
     statement.compare(
         R * from_mean / sqrt(beta + from_mean**2),
         lambda x, at: dyisru_general(x, at.beta, at.mu),
@@ -406,7 +405,7 @@ def appendix_b() -> Statement:
         r"Eq. 30, with $\alpha$ factored out under the root.",
     )
     statement.then(
-        1 / sqrt(alpha) * isr_unit(x, 1 / alpha), "The root of a product of positive numbers."
+        x / (sqrt(alpha) * sqrt(1 / alpha + x**2)), "The root of a product of positive numbers."
     )
     statement.then(sqrt(beta) * x / sqrt(beta + x**2), r"Eq. 32: $\beta = 1/\alpha$.", tag="31, 32")
     statement.step(
