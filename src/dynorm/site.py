@@ -22,15 +22,13 @@ class NormSite(PlainRecord):
             channels-first).
         normalized_shape: The number of channels, as `torch.nn.LayerNorm` names it: (C,).
         eps: The number added to the variance, or to the mean square, inside the root.
-        has_weight: Whether it scales its channels.
-        has_bias: Whether it shifts them.
         refused: Why it cannot be replaced, or None.
         class_name: The qualified name of the module's class.
         calls: How often the example called it with tokens.
         order: Its position in the list of sites: call order, those never called last.
         weight_offset: 1.0 where the layer scales by 1 + w, else 0.0.
-        weight_name: The parameter or buffer that holds w, relative to the module; None when no such
-            tensor holds it.
+        weight_name: The parameter or buffer that holds w, relative to the module; None when it does
+            not scale its channels.
         bias_name: The same for the bias.
         input_shape: Shape of the tensor at the first call.
         promote: Whether its output has the dtype that input and weight are promoted to, as Llama's;
@@ -50,8 +48,6 @@ class NormSite(PlainRecord):
     dim: int = -1
     normalized_shape: tuple[int, ...] = ()
     eps: float = 0.0
-    has_weight: bool = False
-    has_bias: bool = False
     refused: str | None = None
     class_name: str = ""
     calls: int = 0

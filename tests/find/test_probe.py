@@ -18,7 +18,8 @@ import dynorm
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find import probe
 from dynorm.find.probe import find_norms
-from dynorm.find.recover import affine_of, recover
+from dynorm.find.recover import recover
+from dynorm.find.affine import affine_parts
 from dynorm.site import NormSite, require_matches
 
 C = 16
@@ -111,10 +112,9 @@ def test_every_dtype(dtype: torch.dtype, eps: float) -> None:
     layer_norm, rms_norm = find_norms(model, torch.randn(3, 4, C).to(dtype))
     assert (layer_norm.kind, layer_norm.eps, layer_norm.bias_name) == ("layernorm", eps, "bias")
     assert (rms_norm.kind, rms_norm.eps, rms_norm.weight_name) == ("rmsnorm", eps, "weight")
-    weight, _ = affine_of(model[0], layer_norm)
-    assert weight is not None
-    assert weight.dtype == dtype
-    assert torch.equal(weight, model[0].weight)
+    weight = affine_parts(model[0], layer_norm)["weight"]
+    assert weight.tensor is model[0].weight
+    assert torch.equal(weight.value, model[0].weight.double())
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
@@ -176,28 +176,26 @@ def test_one_plus_weight() -> None:
         weight=torch.zeros(C),
     )
     site = only_of(norm, torch.randn(2, 3, C))
-    assert (site.weight_offset, site.weight_name, site.has_bias) == (1.0, "weight", False)
+    assert (site.weight_offset, site.weight_name, site.bias_name) == (1.0, "weight", None)
     perturbed(norm).to(torch.bfloat16)
-    weight, _ = affine_of(norm, site)
-    assert weight is not None
-    assert weight.dtype == torch.float32
-    assert torch.equal(weight, 1 + norm.weight.float())
+    assert torch.equal(affine_parts(norm, site)["weight"].value, 1 + norm.weight.double())
 
 
 def test_parts_that_a_norm_has_not() -> None:
     site = only_of(nn.LayerNorm(C, bias=False), torch.randn(2, C))
-    assert (site.has_weight, site.has_bias) == (True, False)
+    assert (site.weight_name, site.bias_name) == ("weight", None)
     bare = nn.LayerNorm(C, elementwise_affine=False)
     site = only_of(bare, torch.randn(2, C))
-    assert (site.has_weight, site.weight_name, site.bias_name) == (False, None, None)
-    assert affine_of(bare, site) == (None, None)
+    assert (site.weight_name, site.bias_name) == (None, None)
+    assert affine_parts(bare, site) == {}
     zero = nn.LayerNorm(C)
     nn.init.zeros_(zero.weight)
     site = only_of(zero, torch.randn(2, C))
-    assert (site.has_weight, site.weight_name) == (True, "weight")
+    assert site.weight_name == "weight"
 
 
 W = torch.linspace(-1, 1, C)
+ONES = torch.ones(C)
 
 
 def unbiased(self: Norm, x: Tensor) -> Tensor:
@@ -211,21 +209,24 @@ def with_exponential_weight() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("norm", "expected"),
+    "norm",
     [
-        (Norm(lambda self, x: unit(x) * self.g, g=torch.tensor(3.0)), torch.full((C,), 3 / 4)),
-        (Norm(lambda self, x: rms(x) * self.w.abs(), w=W), W.abs()),
-        (with_exponential_weight(), torch.full((C,), math.e)),
-        (Norm(unbiased), torch.full((C,), math.sqrt((C - 1) / C))),
+        Norm(lambda self, x: unit(x) * self.g, g=torch.tensor(1.0)),
+        Norm(lambda self, x: unit(x)),
+        Norm(lambda self, x: unit(x) * self.weight, weight=ONES),
+        Norm(lambda self, x: rms(x) * self.w.abs(), w=W),
+        with_exponential_weight(),
+        Norm(unbiased),
     ],
-    ids=["scaled l2", "absolute weight", "parametrized", "unbiased deviation"],
+    ids=["learned length", "unit", "times weight", "absolute weight", "parametrized", "unbiased"],
 )
-def test_weight_that_no_tensor_holds(norm: nn.Module, expected: Tensor) -> None:
-    site = only_of(norm, torch.randn(2, C))
-    assert (site.has_weight, site.weight_name) == (True, None)
-    weight, bias = affine_of(norm, site)
-    assert bias is None
-    torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
+def test_a_scale_that_no_tensor_holds_is_refused(norm: nn.Module) -> None:
+    assert refusal(norm, torch.randn(2, C)).startswith("its scale is computed: no tensor holds")
+
+
+def test_a_shift_that_no_tensor_holds_is_refused() -> None:
+    norm = Norm(lambda self, x: rms(x) + self.shift**2, shift=W)
+    assert refusal(norm, torch.randn(2, C)).startswith("its shift is computed")
 
 
 def test_like_modules_are_tried_once_but_keep_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +239,7 @@ def test_like_modules_are_tried_once_but_keep_their_values(monkeypatch: pytest.M
     assert tried == [model[0], model[1], model[3]]
     assert [site.eps for site in sites] == [1e-5, 1e-5, 0.1]
     for norm, site in zip((model[0], model[2], model[3]), sites, strict=True):
-        assert torch.equal(affine_of(norm, site)[0], norm.weight)  # type: ignore[arg-type]
+        assert affine_parts(norm, site)["weight"].tensor is norm.weight
 
 
 @pytest.mark.parametrize("eps", [3e-4, 1.2345e-6, 0.0])
@@ -327,9 +328,6 @@ def fails_on_others(self: Norm, x: Tensor) -> Tensor:
     return x / 1
 
 
-ONES = torch.ones(C)
-
-
 @pytest.mark.parametrize(
     ("norm", "shape", "reason"),
     [
@@ -367,8 +365,6 @@ def test_other_norms_are_refused(
     site = only_of(norm, x)
     assert str(site.refused).startswith(reason)
     assert (site.kind, site.path, site.class_name) == ("", "0", type(norm).__qualname__)
-    with pytest.raises(ModelError, match="was refused"):
-        affine_of(norm, site)
 
 
 GATED = "takes another tensor along: gated or adaptive"
@@ -615,35 +611,23 @@ def test_experts_without_tokens() -> None:
     assert str(sites[3].refused).startswith("never called with tokens")
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        Norm(lambda self, x: unit(x)),
-        Norm(lambda self, x: unit(x - x.mean(-1, keepdim=True))),
-        Head(lambda self, x: unit(x), logit_scale=torch.tensor(1.0)),
-        Head(lambda self, x: unit(x) * self.scale, scale=torch.tensor(2.0)),
-        Head(lambda self, x: unit(x) * 16.0),
-    ],
-    ids=["plain", "centred", "unused parameter", "learned length", "constant length"],
-)
-def test_heads_of_unit_length_are_refused(head: nn.Module) -> None:
-    model = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C), head)
-    norm, last = find_norms(model, torch.randn(2, C))
-    assert norm.refused is None
-    assert str(last.refused).startswith("unit length")
+def test_a_head_of_one_length_is_not_a_norm() -> None:
+    """An embedding's length is what its readers compare."""
+    model = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, C), Head(lambda self, x: unit(x) * 16.0))
+    assert [site.path for site in find_norms(model, torch.randn(2, C))] == ["0"]
 
 
 @pytest.mark.parametrize(
     "norm",
     [
-        Norm(lambda self, x: unit(x) * self.g, g=torch.tensor(1.0)),
-        Norm(lambda self, x: unit(x) * self.weight, weight=ONES),
+        # As lucidrains' RMSNorm.
+        Norm(lambda self, x: unit(x) * C**0.5 * self.weight, weight=ONES),
         Head(lambda self, x: rms(x)),
         Head(lambda self, x: rms(x) * self.weight, weight=torch.full((C,), 0.5)),
     ],
-    ids=["ScaleNorm", "scale per channel", "RMSNorm by another name", "constant scale"],
+    ids=["scaled unit length", "RMSNorm by another name", "constant scale"],
 )
-def test_norms_of_one_length_are_norms(norm: nn.Module) -> None:
+def test_norms_by_other_names_and_formulas(norm: nn.Module) -> None:
     assert only_of(norm, torch.randn(2, C)).refused is None
 
 

@@ -1,19 +1,18 @@
 """Decide which modules of a model are norms, by their behaviour and not by their names."""
 
-import math
 import re
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dynorm.batches import copied_tensors, example_arguments, site_tokens
+from dynorm.find.affine import affine_parts
 from dynorm.find.recover import (
     ANOTHER_DTYPE,
     HALF_TOLERANCE,
     NotANormError,
-    affine_of,
     candidate_axes,
     core,
     recover,
@@ -27,8 +26,6 @@ _PATCHED = (
     "another forward was set on this instance, as Liger-Kernel does, and a replacement would drop "
     "it: undo the patch, or convert first and patch the other modules then"
 )
-
-_UNIT_LENGTH = "unit length: it gives each token one length, on which its readers may rely"
 
 # By class, and by the name of the class.
 _OTHER_NORMS: dict[type[nn.Module], str] = {
@@ -203,10 +200,7 @@ class NormSearch:
                 "two channels: LayerNorm makes them 1 and -1, only by the sign of their difference"
             )
         _require_dtype(seen, site)
-        weight, bias = affine_of(seen.module, site)
-        _require_agreement(seen, site, weight, bias)
-        if bias is None and weight is not None and _is_unit_length(seen.module, weight):
-            return _refused(seen, _UNIT_LENGTH)
+        _require_agreement(seen, site)
         return site
 
     def _recover_once(self, seen: Observation) -> NormSite:
@@ -282,9 +276,7 @@ def _require_dtype(seen: Observation, site: NormSite) -> None:
         raise NotANormError(ANOTHER_DTYPE)
 
 
-def _require_agreement(
-    seen: Observation, site: NormSite, weight: Tensor | None, bias: Tensor | None
-) -> None:
+def _require_agreement(seen: Observation, site: NormSite) -> None:
     """Require that the outputs of the run agree with the formula that a copy showed."""
     for shape in seen.shapes:
         has_axis = -len(shape) <= site.dim < len(shape)
@@ -297,10 +289,11 @@ def _require_agreement(
     x = site_tokens(site, inputs.cpu().double(), [])
     y = site_tokens(site, outputs.cpu().double(), [])
     expected = core(x, site.kind, site.eps)
-    if weight is not None:
-        expected = expected * weight.cpu().double()
-    if bias is not None:
-        expected = expected + bias.cpu().double()
+    parts = affine_parts(seen.module, site)
+    if "weight" in parts:
+        expected = expected * parts["weight"].value
+    if "bias" in parts:
+        expected = expected + parts["bias"].value
     error = float((y - expected).square().sum())
     size = float(expected.square().sum())
     tolerance = 1e-3
@@ -311,25 +304,6 @@ def _require_agreement(
         raise NotANormError(
             "differs in the run: the formula fits a copy, but not its output for the example"
         )
-
-
-def _is_unit_length(module: nn.Module, weight: Tensor) -> bool:
-    """Return whether a module without a scale per channel gives each token one fixed length.
-
-    The length is 1, or another one than the sqrt(C) of a norm.
-    """
-    is_named = _is_named_norm(module)
-    parameters = list(module.parameters())
-    # ScaleNorm is a norm: it is named one, and learns the length.
-    learns_length = is_named and bool(parameters)
-    if learns_length or any(parameter.numel() > 1 for parameter in parameters):
-        return False
-    if not torch.allclose(weight, weight.mean(), rtol=HALF_TOLERANCE):
-        return False
-    scale = abs(float(weight.double().mean()))
-    if abs(scale * math.sqrt(weight.numel()) - 1) < HALF_TOLERANCE:
-        return True
-    return not is_named and abs(scale - 1) > HALF_TOLERANCE
 
 
 def _family(module: nn.Module, by_name: bool = False) -> str | None:

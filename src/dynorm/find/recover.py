@@ -9,15 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import ModelError
-from dynorm.find.tokens import (
-    CannotProbeError,
-    TokenFunction,
-    named_tensors,
-    plain_arithmetic,
-    plain_copy,
-)
-from dynorm.guard import undisturbed
+from dynorm.find.tokens import CannotProbeError, TokenFunction, named_tensors, plain_copy
 from dynorm.site import NormSite
 from dynorm.theory import token_deviation, token_moment
 
@@ -30,6 +22,10 @@ ANOTHER_DTYPE = (
     "weight are promoted to"
 )
 _MIXES = "mixes tokens: the output of one token depends on other tokens"
+_COMPUTED = (
+    "its {} is computed: no tensor holds one number per channel, which a layer could take over, as "
+    "in a norm to a learned or fixed length, or by the unbiased deviation"
+)
 
 
 class NotANormError(Exception):
@@ -109,18 +105,6 @@ def recover(
     )
 
 
-def measured_affine(original: TokenFunction, kind: str) -> tuple[Tensor, Tensor]:
-    """Measure the weight and bias of a norm of this kind from its outputs, in float64."""
-    try:
-        function = _open(original, random=False)
-        formula = _closest(function, (kind,))
-    except CannotProbeError as error:
-        raise NotANormError(f"cannot be probed: {error}") from error
-    if formula.error > _tolerance(function):
-        raise NotANormError(
-            "parameters of another role: with their present values it is not a norm"
-        )
-    return formula.weight, formula.bias
 
 
 def _open(original: TokenFunction, random: bool = True) -> TokenFunction:
@@ -211,12 +195,20 @@ def _complete(original: TokenFunction, function: TokenFunction, formula: Formula
     """Recover the rest of a norm whose formula fits a copy with random vectors."""
     if _mixes_tokens(function):
         raise NotANormError(_MIXES)
-    weight, bias = measured_affine(original, formula.kind)
-    weight_name, offset = _holder(original, function, formula.weight, weight, (0.0, 1.0))
-    bias_name, _ = _holder(original, function, formula.bias, bias, (0.0,))
+    present = _closest(_open(original, random=False), (formula.kind,))
+    if present.error > _tolerance(function):
+        raise NotANormError(
+            "parameters of another role: with their present values it is not a norm"
+        )
+    weight_name, offset = _holder(
+        original, function, formula.weight, present.weight, (0.0, 1.0)
+    )
+    bias_name, _ = _holder(original, function, formula.bias, present.bias, (0.0,))
     slack = 10 * _tolerance(function)
-    has_weight = float((formula.weight - 1).abs().max()) > slack
-    has_bias = float(formula.bias.abs().max()) > slack
+    if weight_name is None and float((formula.weight - 1).abs().max()) > slack:
+        raise NotANormError(_COMPUTED.format("scale"))
+    if bias_name is None and float(formula.bias.abs().max()) > slack:
+        raise NotANormError(_COMPUTED.format("shift"))
     rank = len(original.shape)
     is_last = original.axis == rank - 1
     is_image = rank > 3 and original.axis == 1
@@ -230,11 +222,9 @@ def _complete(original: TokenFunction, function: TokenFunction, formula: Formula
         dim=-1 if is_last else original.axis,
         normalized_shape=(original.channels,),
         eps=_eps(original, function, formula),
-        has_weight=has_weight,
-        has_bias=has_bias,
-        weight_offset=offset if has_weight else 0.0,
-        weight_name=weight_name if has_weight else None,
-        bias_name=bias_name if has_bias else None,
+        weight_offset=offset,
+        weight_name=weight_name,
+        bias_name=bias_name,
         input_shape=original.shape,
         promote=_promotes(replace(original, shape=function.shape)),
         keep_order=is_last and _keeps_order(function),
@@ -358,59 +348,3 @@ def _mixes_tokens(function: TokenFunction) -> bool:
     before = function(tokens)[1:]
     after = function(changed)[1:]
     return not _size(after - before) <= _tolerance(function) * _size(before)
-
-
-def affine_of(module: nn.Module, site: NormSite) -> tuple[Tensor | None, Tensor | None]:
-    """Return the weight and the bias that a norm applies to its channels, each (C,) or None.
-
-    They are detached copies on the module's device. A weight 1 + w is at least float32, because
-    such norms add in float32: rounded to bfloat16, 1 + w would lose most digits of a small w. A
-    factor that no tensor holds, such as the 1/sqrt(C) of a division by the L2 norm, is measured.
-    ModelError is raised if the site was refused, or the module is not the norm that was found.
-    """
-    if site.refused is not None:
-        raise ModelError(f"the site {site.path!r} must be a norm, but was refused: {site.refused}")
-    weight = _tensor_at(module, site, site.weight_name)
-    bias = _tensor_at(module, site, site.bias_name)
-    if weight is not None and site.weight_offset:
-        weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + site.weight_offset
-    lacks_weight = site.has_weight and weight is None
-    lacks_bias = site.has_bias and bias is None
-    if not lacks_weight and not lacks_bias:
-        return weight, bias
-    like = torch.empty(0, dtype=torch.float32, device="cpu")
-    for tensor in named_tensors(module).values():
-        if tensor.is_floating_point():
-            like = tensor
-            break
-    axis = site.dim % len(site.input_shape)
-    original = TokenFunction(module, site.input_shape, axis, like.dtype, like.device)
-    try:
-        with undisturbed(module), plain_arithmetic():
-            measured_weight, measured_bias = measured_affine(original, site.kind)
-    except NotANormError as error:
-        raise ModelError(
-            f"the module at {site.path!r} must be the norm found there, but: {error}"
-        ) from error
-    if lacks_weight:
-        weight = measured_weight.to(like.device, like.dtype)
-    if lacks_bias:
-        bias = measured_bias.to(like.device, like.dtype)
-    return weight, bias
-
-
-def _tensor_at(module: nn.Module, site: NormSite, name: str | None) -> Tensor | None:
-    if name is None:
-        return None
-    tensor = named_tensors(module).get(name)
-    if tensor is None:
-        raise ModelError(
-            f"the module at {site.path!r} must hold {name!r}, as when it was found, but does not"
-        )
-    if tensor.numel() != site.normalized_shape[0]:
-        raise ModelError(
-            f"the sites must be this model's, but {name!r} of {site.path!r} has shape "
-            f"{tuple(tensor.shape)} and not "
-            f"{site.normalized_shape}: call find_norms again"
-        )
-    return tensor.detach().clone().flatten()

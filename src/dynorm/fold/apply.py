@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynorm.find.affine import affine_parts
 from dynorm.fold.plan import Plan
-from dynorm.fold.site import SiteFold, affine_parts
+from dynorm.fold.site import SiteFold
 from dynorm.guard import edited_parts, unchanged_on_error
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
@@ -121,10 +122,10 @@ def _rms_for(fold: SiteFold) -> nn.Module:
     if fold.is_absorbed:
         return layer
     # As the norm holds them now: they may be untied.
-    for part in affine_parts(fold.site, fold.module):
+    for name, part in affine_parts(fold.module, fold.site).items():
         if isinstance(part.tensor, nn.Parameter) and not part.offset:
-            layer._parameters[part.name] = part.tensor
+            layer._parameters[name] = part.tensor
         else:
             # A buffer becomes a parameter without a gradient: its values are still saved.
-            layer._parameters[part.name] = parameter_like(part.value, part.tensor)
+            layer._parameters[name] = parameter_like(part.value, part.tensor)
     return layer

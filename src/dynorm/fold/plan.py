@@ -80,7 +80,7 @@ def _affine(plan: Plan, index: int, graph: Graph, options: Options) -> Rewrite:
         return Rewrite(REFUSED, reason=str(refusal))
     # A layer drops its own tensors, and other owners keep theirs.
     if not fold.is_pointwise:
-        for part in fold.affine_parts:
+        for part in fold.affine_parts.values():
             own = graph.slots[part.tensor]
             plan.values[own] = torch.full_like(double(own.tensor), part.neutral)
     # A weight that is read several times is scaled once.
@@ -147,7 +147,7 @@ def _require_free(fold: SiteFold, graph: Graph, calls: Sequence[Node]) -> None:
         dtype = call.all_input_nodes[0].meta["val"].dtype
         if isinstance(fold.module, PointwiseNorm) and fold.module.returned_dtype(dtype) != dtype:
             raise RefusedError("it returns another dtype than it is given")
-    for part in fold.affine_parts:
+    for part in fold.affine_parts.values():
         slot = graph.slots[part.tensor]
         if not fold.is_pointwise:
             refuse_for(slot.blocked)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError
+from dynorm.find.affine import AffinePart, affine_parts
 from dynorm.find.recover import core
 from dynorm.find.tokens import (
     CannotProbeError,
@@ -28,25 +29,6 @@ _EXACT = 1e-11
 _SCALES = (1e-3, 1.0, 1e3)
 
 
-@dataclass(frozen=True)
-class AffinePart:
-    """The weight or the bias of a norm or layer."""
-
-    name: str  # "weight" or "bias"
-    tensor: Tensor
-    offset: float  # the number that the norm adds to it
-
-    @property
-    def value(self) -> Tensor:
-        """Return the factor or the term that the norm computes with, in float64."""
-        return double(self.tensor) + self.offset
-
-    @property
-    def neutral(self) -> float:
-        """Return the number that makes a weight multiply by 1, or a bias add 0."""
-        return (1.0 if self.name == "weight" else 0.0) - self.offset
-
-
 @dataclass(eq=False)
 class SiteFold:
     """One norm or point-wise layer, and the fold there.
@@ -61,7 +43,7 @@ class SiteFold:
     refused: str | None  # why nothing of it can be folded
     weight: Tensor | None = None  # in float64; None for 1
     bias: Tensor | None = None  # in float64; None for 0
-    affine_parts: list[AffinePart] = field(default_factory=list)  # the tensors of weight and bias
+    affine_parts: dict[str, AffinePart] = field(default_factory=dict)
     is_exact: bool = False  # it is its neutral form times weight plus bias, to the last digits
     # It is (x - mean) / sqrt(var + eps) * weight + bias, to the last digits. For inputs without a
     # mean that is an RMSNorm with the same eps.
@@ -106,13 +88,11 @@ class SiteFold:
             return None
         if not self.becomes_rms:
             return self.site
-        names = [] if self.is_absorbed else [part.name for part in self.affine_parts]
+        names = () if self.is_absorbed else self.affine_parts
         return replace(
             self.site,
             kind="rmsnorm",
             class_name=RMSNorm.__name__,
-            has_weight="weight" in names,
-            has_bias="bias" in names,
             weight_name="weight" if "weight" in names else None,
             bias_name="bias" if "bias" in names else None,
             weight_offset=0.0,
@@ -169,18 +149,22 @@ def _layer_site(path: str, layer: PointwiseNorm) -> NormSite:
         dim=layer.dim,
         normalized_shape=(layer.channels,),
         weight_offset=layer.weight_offset,
-        weight_name="weight",
-        bias_name="bias",
+        weight_name=None if layer.weight is None else "weight",
+        bias_name=None if layer.bias is None else "bias",
     )
 
 
 def _site_fold(site: NormSite, module: nn.Module, chosen: bool) -> SiteFold:
     """Return the record of a norm or layer, its weight and bias read and its formula tested."""
-    fold = SiteFold(site, module, chosen, site.refused or _refusal(site, module))
+    fold = SiteFold(site, module, chosen, site.refused)
+    if isinstance(module, AnnealedNorm):
+        fold.refused = (
+            "on its way from a norm to a point-wise function: call dynorm.finalize_(model) first"
+        )
     if fold.refused is not None:
         return fold
-    fold.affine_parts = affine_parts(site, module)
-    values = {part.name: part.value.flatten() for part in fold.affine_parts}
+    fold.affine_parts = affine_parts(module, site)
+    values = {name: part.value for name, part in fold.affine_parts.items()}
     fold.weight = values.get("weight")
     fold.bias = values.get("bias")
     if isinstance(module, PointwiseNorm):
@@ -208,26 +192,6 @@ def _include_constants_(fold: SiteFold, layer: PointwiseNorm) -> None:
         fold.bias = -moved if fold.bias is None else fold.bias - moved
 
 
-def _refusal(site: NormSite, module: nn.Module) -> str | None:
-    """Return why nothing of a norm can be folded, whatever its neighbours are, or None."""
-    if isinstance(module, AnnealedNorm):
-        return "on its way from a norm to a point-wise function: call dynorm.finalize_(model) first"
-    if site.has_weight and site.weight_name is None:
-        return "no tensor of it holds its weight"
-    if site.has_bias and site.bias_name is None:
-        return "no tensor of it holds its bias"
-    return None
-
-
-def affine_parts(site: NormSite, module: nn.Module) -> list[AffinePart]:
-    """Return the weight and the bias that tensors of a norm hold."""
-    tensors = named_tensors(module)
-    parts = []
-    if site.weight_name in tensors:
-        parts.append(AffinePart("weight", tensors[site.weight_name], site.weight_offset))
-    if site.bias_name in tensors:
-        parts.append(AffinePart("bias", tensors[site.bias_name], 0.0))
-    return parts
 
 
 def is_exact(fold: SiteFold, *, as_layernorm: bool = False) -> bool:
@@ -250,7 +214,7 @@ def is_exact(fold: SiteFold, *, as_layernorm: bool = False) -> bool:
             copied = plain_copy(fold.module, torch.float64)
             norm = TokenFunction(copied, tuple(sizes), axis, torch.float64, device)
             neutral = replace(norm, module=plain_copy(fold.module, torch.float64))
-            for part in affine_parts(fold.site, neutral.module):
+            for part in affine_parts(neutral.module, fold.site).values():
                 part.tensor.fill_(part.neutral)
             for scale in _SCALES:
                 tokens = norm.sample(scale, seed=0)

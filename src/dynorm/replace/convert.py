@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError, listed
 from dynorm.family import NAMES
+from dynorm.find.affine import affine_parts
 from dynorm.find.probe import has_other_forward
-from dynorm.find.recover import affine_of
 from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.plain import Plain
 from dynorm.replace.converted import Replaced, dynorm_layers, replaced_by
 from dynorm.replace.options import LayerOptions, Target, chosen_options, options_by_glob
-from dynorm.replace.swap import affine_tensors, swap_, take_over_, tensor_like
+from dynorm.replace.swap import swap_, take_over_, tensor_like
 from dynorm.site import NormSite
 from dynorm.table import Table
 
@@ -277,8 +277,8 @@ def _built(
         own = {"kind": site.kind, "norm_eps": site.eps}
     layer = options.kind(
         channels,
-        elementwise_affine=site.has_weight or site.has_bias,
-        bias=site.has_bias,
+        elementwise_affine=site.weight_name is not None or site.bias_name is not None,
+        bias=site.bias_name is not None,
         per_channel=options.per_channel,
         center=options.center and site.kind == "layernorm",
         witnesses=options.positions,
@@ -286,7 +286,7 @@ def _built(
         dim=site.dim,
         promote=site.promote,
         keep_order=site.keep_order,
-        weight_offset=site.weight_offset if site.weight_name else 0.0,
+        weight_offset=site.weight_offset,
         device=like.device,
         dtype=like.dtype,
         **own,
@@ -305,20 +305,12 @@ def _fill_(
     """Give a layer the norm's weight and bias, in their dtypes; shared tensors stay shared."""
     trained = [parameter.requires_grad for parameter in norm.parameters()]
     layer.requires_grad_(any(trained) or not trained)
-    weight, bias = affine_of(norm, site)
-    values = {"weight": weight, "bias": bias}
-    for name, source in affine_tensors(norm, site).items():
-        value = values[name]
-        parameter = getattr(layer, name)
-        if parameter is None or value is None:
-            continue
-        if source is None:
-            parameter.data.copy_(value)
-            continue
+    for name, part in affine_parts(norm, site).items():
+        source = part.tensor
         if source not in copies:
             # The tensor and not the value: of a norm that scales by 1 + w it is w, and the layer
             # adds 1 too.
-            copied = source.detach().clone().reshape(parameter.shape)
+            copied = source.detach().clone().reshape(site.normalized_shape)
             copies[source] = nn.Parameter(copied, requires_grad=source.requires_grad)
         setattr(layer, name, copies[source])
 

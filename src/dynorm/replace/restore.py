@@ -5,9 +5,10 @@ import warnings
 from torch import Tensor, nn
 
 from dynorm.errors import CalibrationWarning, ModelError
+from dynorm.find.affine import affine_parts
 from dynorm.guard import require_values
 from dynorm.replace.converted import dynorm_layers, is_ours, replaced_by
-from dynorm.replace.swap import affine_tensors, original_, swap_
+from dynorm.replace.swap import original_, swap_
 
 
 def restore_(model: nn.Module) -> nn.Module:
@@ -53,9 +54,8 @@ def restore_(model: nn.Module) -> nn.Module:
         layer = layers[path]
         norm = original_(layer).train(layer.training)
         originals[layer] = norm
-        for name, tensor in affine_tensors(norm, replaced.site).items():
-            if tensor is not None:
-                shared[getattr(layer, name)] = tensor
+        for name, part in affine_parts(norm, replaced.site).items():
+            shared[getattr(layer, name)] = part.tensor
     reason = "the model was loaded, distilled, folded or sharded, or built with these layers"
     if not originals:
         raise ModelError(

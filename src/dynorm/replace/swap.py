@@ -7,11 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ModelError
-from dynorm.find.tokens import named_tensors
+from dynorm.find.affine import affine_parts
 from dynorm.guard import HOOK_TABLES, writes_of
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import Replaced, is_ours, replaced_by
-from dynorm.site import NormSite
 
 _NESTED = "_dynorm_use_nested_tensor"
 
@@ -57,9 +56,9 @@ def original_(layer: PointwiseNorm) -> nn.Module:
     norm_tensor = tensor_like(norm, layer)
     if (norm_tensor.device, norm_tensor.dtype) != (like.device, like.dtype):
         norm.to(device=like.device, dtype=like.dtype)
-    bias = named_tensors(norm).get(replaced.site.bias_name or "")
-    if bias is not None and layer.bias is not None and bias.dtype != layer.bias.dtype:
-        bias.data = bias.data.to(layer.bias.dtype)
+    part = affine_parts(norm, replaced.site).get("bias")
+    if part is not None and layer.bias is not None and part.tensor.dtype != layer.bias.dtype:
+        part.tensor.data = part.tensor.data.to(layer.bias.dtype)
     return norm
 
 
@@ -78,13 +77,6 @@ def original_forward(layer: PointwiseNorm, *args: Tensor) -> Tensor:
     return output
 
 
-def affine_tensors(norm: nn.Module, site: NormSite) -> dict[str, Tensor | None]:
-    """Return the tensors that hold a norm's weight and bias."""
-    tensors = named_tensors(norm)
-    return {
-        "weight": tensors.get(site.weight_name or ""),
-        "bias": tensors.get(site.bias_name or ""),
-    }
 
 
 def tensor_like(module: nn.Module, model: nn.Module) -> Tensor:
