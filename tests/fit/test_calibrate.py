@@ -499,6 +499,18 @@ def fails(
     assert not any(m._forward_hooks for m in model.modules())
 
 
+@pytest.mark.parametrize("tune", [dynorm.calibrate_, dynorm.refine_])
+def test_a_layer_whose_norm_is_not_known_is_refused(tune: Any) -> None:
+    """A norm was converted next to a layer that was loaded or built."""
+    model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), dynorm.DyT(C))
+    batch = scaled_tokens(64)
+    dynorm.convert_(model, dynorm.find_norms(model, batch))
+    before = parameters(model)
+    with pytest.raises(ModelError, match=r"'2' must have replaced a norm.*convert all norms"):
+        tune(model, [batch])
+    assert same(parameters(model), before)
+
+
 @pytest.mark.parametrize("other", ["norm", "scale"])
 def test_a_shared_weight_is_refused(other: str) -> None:
     """A fit for one of its modules would change the other without a word."""

@@ -78,8 +78,6 @@ def test_the_joint_error_falls(to: str, per_channel: bool) -> None:
         "steps": 41,
         "first_error": report.first_error,
         "last_error": report.last_error,
-        "kept": 1.0,
-        "left": [],
     }
     assert str(report).startswith("41 steps of joint refinement: mean site error 0.")
 
@@ -233,8 +231,6 @@ def test_models_that_cannot_be_refined() -> None:
     x = [torch.randn(2, C)]
     with pytest.raises(ModelError, match=r"none.*dynorm\.convert_"):
         dynorm.refine_(nn.Sequential(nn.LayerNorm(C)), x, steps=1)
-    with pytest.raises(ModelError, match=r"replaced.*norm"):
-        dynorm.refine_(nn.Sequential(dynorm.DyT(C)), x, steps=1)
     model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C))
     dynorm.convert_(model, dynorm.find_norms(model, x[0]), to="annealed")
     with pytest.raises(ModelError, match=r"annealed.*t = 0"):
@@ -247,20 +243,9 @@ def test_a_rate_that_is_far_too_high_leaves_the_constants_as_they_were() -> None
     model, batches = model_and_batches()
     before = copy.deepcopy(model.state_dict())
     report = dynorm.refine_(model, batches, steps=3, lr=30.0)
-    assert (report.kept, report.last_error) == (0.0, report.first_error)
+    assert report.last_error == report.first_error
     assert "the old constants are put back" in " ".join(str(report).split())
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_part_of_the_steps_is_kept_where_all_of_them_go_too_far(dtype: torch.dtype) -> None:
-    model, batches = model_and_batches()
-    model, batches = model.to(dtype), [batch.to(dtype) for batch in batches]
-    first = error(model, batches)
-    report = dynorm.refine_(model, batches, steps=5, lr=0.1)
-    assert 0 < report.kept < 1
-    assert f"{report.kept:.1%} of the way" in " ".join(str(report).split())
-    assert error(model, batches) < first
 
 
 class Experts(nn.Module):

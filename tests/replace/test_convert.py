@@ -377,7 +377,7 @@ def test_sites_of_another_model() -> None:
     sites = dynorm.find_norms(model, X)
     fails(nn.Sequential(nn.Linear(C, C)), sites, ModelError, "no '1': call find_norms")
     wide = nn.Sequential(*[nn.LayerNorm(C + 1)] * 4, nn.RMSNorm(C + 1))
-    fails(wide, sites, ModelError, rf"'weight'.*'1'.*shape \({C + 1},\).*\({C},\)")
+    fails(wide, sites, ModelError, rf"'1'.*'weight' for {C} channels")
     # A later site that fails leaves the earlier ones alone.
     model[4] = nn.LayerNorm(C)
     fails(model, sites, ModelError, "'4'.*LayerNorm.*RMSNorm")

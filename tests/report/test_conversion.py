@@ -252,8 +252,9 @@ def test_default_constants_are_warned_of() -> None:
 
 
 def test_a_layer_of_the_original_has_no_row() -> None:
-    original = nn.Sequential(toy(), DyISRU(WIDTH))
-    report = measure(converted(original, toy_batches()), toy_batches(), original=original)
+    first, second = toy(), DyISRU(WIDTH)
+    model = nn.Sequential(converted(first, toy_batches()), second)
+    report = measure(model, toy_batches(), original=nn.Sequential(first, second))
     assert [site.path for site in report.sites] == ["0.1", "0.4"]
     assert report.left == ["1"]
 

@@ -4,7 +4,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, count, islice
 
 import torch
@@ -19,7 +19,7 @@ from dynorm.fit.witnesses import Witnesses
 from dynorm.guard import require_plain_model, require_trainable, unchanged_on_error, undisturbed
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.plain import Plain
-from dynorm.replace.converted import layers_without_norms, replaced_by, require_layers
+from dynorm.replace.converted import replaced_by, require_layers
 from dynorm.replace.original import Outputs
 from dynorm.table import Table
 
@@ -67,14 +67,11 @@ class CalibrationReport(Plain):
         batches: how many batches were used.
         unreached: paths of the layers that kept their constants. No batch reached them, or all
             their inputs were the same in every channel, and nothing can be fitted to those.
-        left: paths of the layers that were left as they are, because their norms are not known: the
-            model was loaded with them.
     """
 
     sites: list[SiteCalibration]
     batches: int
     unreached: list[str]
-    left: list[str] = field(default_factory=list)
 
     @property
     def few(self) -> list[str]:
@@ -100,7 +97,6 @@ class CalibrationReport(Plain):
                 row += ["none", "0%"]
             rows.append(row)
         notes = [f"{path}: not reached, or by constant inputs only" for path in self.unreached]
-        notes += [f"{path}: left as it is, its norm is not known" for path in self.left]
         if self.few:
             notes.append(
                 f"few tokens, so that errors on others will be larger: {', '.join(self.few)}"
@@ -135,8 +131,6 @@ def calibrate_(model: nn.Module, batches: Iterable[Batch]) -> CalibrationReport:
     Of an annealed layer only the constants are set. Its weight and bias are the norm's, and must
     stay so until the annealing begins.
 
-    A layer whose norm is not known, because the model was loaded with it, is left as it is.
-
     Padding is left out where a batch is a dict with ``attention_mask`` or
     ``decoder_attention_mask`` (1 = token), ``src_key_padding_mask`` or ``tgt_key_padding_mask``
     (True = padding). The model is run in eval mode, without gradient; random states and buffers are
@@ -155,8 +149,8 @@ def calibrate_(model: nn.Module, batches: Iterable[Batch]) -> CalibrationReport:
         A report with one row per site.
 
     Raises:
-        ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model);
-            or a layer shares a parameter with another module.
+        ModelError: the model has no point-wise layer, or one whose norm is not known (a loaded
+            model); or a layer shares a parameter with another module.
         DataError: ``batches`` is empty, one is of the wrong kind, the model cannot run it, or an
             activation is not finite (the message names the site). The constants are then as they
             were.
@@ -228,7 +222,7 @@ def _calibrate(
             layer.center = None
         beta = float(layer.beta().detach().median())
         sites.append(SiteCalibration(fit.path, fit.tokens, beta, fit.error, fit.witnesses))
-    return CalibrationReport(sites, used, unreached, layers_without_norms(model))
+    return CalibrationReport(sites, used, unreached)
 
 
 def _fit_groups(model: nn.Module, fits: Fits, batches: Iterable[Batch]) -> int:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle, islice
 
 import torch
@@ -26,16 +26,9 @@ from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.layers.groups import constant_rates
 from dynorm.plain import Plain
 from dynorm.recipe import Recipe
-from dynorm.replace.converted import (
-    layers_without_norms,
-    require_layers,
-    warn_of_defaults,
-)
+from dynorm.replace.converted import require_layers, warn_of_defaults
 from dynorm.replace.original import Outputs, norm_outputs, recorded
-from dynorm.table import Table
 
-# The parts of the way from the old constants to the new ones that are tried, the largest first.
-_PARTS = (1.0, 0.5, 0.25, 0.125)
 
 
 @dataclass(frozen=True)
@@ -45,29 +38,20 @@ class RefinementReport(Plain):
     Args:
         steps: how many gradient steps were taken.
         first_error: the mean relative error of the sites before the first step.
-        last_error: the same after the last step, on the same batches; never larger.
-        kept: the part of the way from the old constants to those of the last step that the layers
-            were moved; 0 where they have their old constants.
-        left: paths of the layers that were left as they are, because their norms are not known: the
-            model was loaded with them.
+        last_error: the same after the last step, on the same batches; never larger. It is equal if
+            the steps did not help, and the layers have their old constants.
     """
 
     steps: int
     first_error: float
     last_error: float
-    kept: float = 1.0
-    left: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Return the report as a line."""
         errors = f"mean site error {self.first_error:.3f} -> {self.last_error:.3f}"
-        if self.kept == 0:
-            errors += "; no part of the steps helped, and the old constants are put back"
-        elif self.kept < 1:
-            errors += f"; {self.kept:.1%} of the way that the steps went is kept"
-        notes = [f"{path}: left as it is, its norm is not known" for path in self.left]
-        title = f"{self.steps} steps of joint refinement: {errors}"
-        return str(Table((), (), notes, title=title))
+        if self.last_error == self.first_error:
+            errors += "; the steps did not help, and the old constants are put back"
+        return f"{self.steps} steps of joint refinement: {errors}"
 
 
 def refine_(
@@ -88,15 +72,12 @@ def refine_(
     original and a forward and backward pass of the converted model.
 
     The error is measured before the steps and after them, on the same batches. If the steps have
-    made it larger, they are halved up to three times. If that does not help, the old constants are
-    put back, and the report says so (more steps or a lower ``lr`` may help then). So the error
-    never grows. Each measurement costs a forward pass of both models over these batches: two take
-    about as long as one step per batch.
+    not made it smaller, the old constants are put back, and the report says so (more steps or a
+    lower ``lr`` may help then). So the error never grows. Each measurement costs a forward pass of
+    both models over these batches: two take about as long as one step per batch.
 
     Under torch.distributed with an initialized group, call it on every rank: rank 0 refines on its
     batches, and the others get its layers.
-
-    A layer whose norm is not known, because the model was loaded with it, is left as it is.
 
     Args:
         model: a model that :func:`convert_` converted and :func:`calibrate_` calibrated.
@@ -113,8 +94,8 @@ def refine_(
 
     Raises:
         ArgumentError: ``steps`` is not a positive integer, or ``lr`` not positive.
-        ModelError: the model has no point-wise layer, or none whose norm is known (a loaded model),
-            or one that is still the norm (annealed, at t = 0), whose constants do not influence the
+        ModelError: the model has no point-wise layer, or one whose norm is not known (a loaded
+            model), or one that is still the norm (annealed, at t = 0), whose constants do not influence the
             outputs; or its forward records no gradients.
         DataError: no batch, a wrong one or one without tokens, or a loss that is not finite. The
             parameters are then as they were.
@@ -181,8 +162,7 @@ def _refine(
     steps: int,
     lr: float,
 ) -> RefinementReport:
-    """Take the steps, and go as far on their way as the error falls: all of it, a part, or nothing."""
-    left = layers_without_norms(model)
+    """Take the steps, and put the old constants back if the error did not fall."""
     parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
     before = [p.detach().clone() for p in parameters]
     first = _mean_error(model, batches)
@@ -191,17 +171,14 @@ def _refine(
             f"the mean site error must be finite, but is {first}: call calibrate_ first, or look "
             "for an overflow"
         )
-    after = _descend(model, layers, parameters, batches, steps, lr)
-    for part in _PARTS:
-        for parameter, old, new in zip(parameters, before, after, strict=True):
-            parameter.copy_(torch.lerp(upcast(old), new, part))
-        last = _mean_error(model, batches, finite=False)
-        # NaN is not below, so it counts as worse.
-        if last < first:
-            return RefinementReport(steps, first, last, part, left)
+    _descend(model, layers, parameters, batches, steps, lr)
+    last = _mean_error(model, batches, finite=False)
+    # NaN is not below, so it counts as worse.
+    if last < first:
+        return RefinementReport(steps, first, last)
     for parameter, old in zip(parameters, before, strict=True):
         parameter.copy_(old)
-    return RefinementReport(steps, first, first, 0.0, left)
+    return RefinementReport(steps, first, first)
 
 
 def _mean_error(model: nn.Module, batches: list[Batch], *, finite: bool = True) -> float:
@@ -233,8 +210,8 @@ def _descend(
     batches: list[Batch],
     steps: int,
     lr: float,
-) -> list[Tensor]:
-    """Take the steps of Adam, and return the parameters after them, in at least float32."""
+) -> None:
+    """Take the steps of Adam."""
     rates: dict[nn.Parameter, float] = {}
     for layer in layers:
         rates |= constant_rates(layer)
@@ -264,7 +241,6 @@ def _descend(
         with torch.no_grad():
             for parameter, master in zip(parameters, masters, strict=True):
                 parameter.copy_(master)
-    return [master.detach() for master in masters]
 
 
 def _gradients(

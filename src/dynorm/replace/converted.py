@@ -61,50 +61,34 @@ def require_layers(
     *,
     with_norms: bool = False,
 ) -> dict[str, PointwiseNorm]:
-    """Return :func:`dynorm_layers`, at least one; ``with_norms``: those whose norm is known."""
+    """Return :func:`dynorm_layers`, at least one; ``with_norms``: the norm of each must be known."""
     layers = dynorm_layers(model)
     if not layers:
         raise ModelError(
             "the model must have point-wise layers, but has none: call dynorm.convert_(model, "
             "sites) first, or build it with dynorm.DyISRU"
         )
-    if not with_norms:
-        return layers
-    known = {path: layer for path, layer in layers.items() if replaced_by(layer) is not None}
-    if not known:
-        raise ModelError(
-            f"the layer {next(iter(layers))!r} must have replaced a norm to be compared with it, "
-            "but it was loaded or built so, like all others: "
-            "pass the original where a function takes one (original= of measure, teacher= of "
-            "distill_), or convert it again, and calibrate and refine before saving"
-        )
-    return known
-
-
-def layers_without_norms(model: nn.Module) -> list[str]:
-    """Return the paths of the layers whose norm is not known: they were loaded or built."""
-    return [path for path, layer in dynorm_layers(model).items() if replaced_by(layer) is None]
+    for path, layer in layers.items():
+        if with_norms and replaced_by(layer) is None:
+            raise ModelError(
+                f"the layer {path!r} must have replaced a norm to be compared with it, but it was "
+                "loaded or built so: pass the original where a function takes one (original= of "
+                "measure, teacher= of distill_), or convert all norms of the original at once, and "
+                "calibrate and refine before saving"
+            )
+    return layers
 
 
 def norms_of(
     original: nn.Module, layers: Mapping[str, PointwiseNorm], name: str
 ) -> dict[PointwiseNorm, nn.Module]:
-    """Return the module of the original at the path of each layer; ModelError if it is not a norm.
-
-    A layer whose norm is not known, and which the original has too, is left out.
-    """
+    """Return the module of the original at the path of each layer; ModelError if it is not a norm."""
     check_module(original, name)
     modules = plain_modules(original, remove_duplicate=False)
     layers = {without_wrappers(path): layer for path, layer in layers.items()}
     must = f"{name} must be the model before convert_, but"
     norms: dict[PointwiseNorm, nn.Module] = {}
-    in_both = []
     for path, layer in layers.items():
-        if replaced_by(layer) is None and isinstance(modules.get(path), PointwiseNorm):
-            in_both.append(path)
-    for path, layer in layers.items():
-        if path in in_both and len(in_both) < len(layers):
-            continue
         if path not in modules:
             raise ModelError(f"{must} has no {path!r}: pass a model of the same class")
         if isinstance(modules[path], (PointwiseNorm, nn.Identity)):
