@@ -5,6 +5,7 @@ import itertools
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
+from operator import length_hint
 from typing import Any, TypeVar
 
 import torch
@@ -23,8 +24,8 @@ Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Item = TypeVar("Item")
 
-# More batches count as an iterable without an end.
-_MOST_BATCHES = 10_000
+# More batches of an iterable without a length count as one without an end.
+_MOST_BATCHES = 500
 
 # Common names of two-dimensional masks, and whether their ones are tokens; otherwise they are
 # padding.
@@ -36,21 +37,30 @@ _ONES_ARE_TOKENS = {
 }
 
 
+def has_length(batches: object) -> bool:
+    """Return whether it is known how many batches there are, so that they have an end."""
+    return length_hint(batches, -1) >= 0
+
+
 def iterate(
     batches: Iterable[Item], what: str = "batches", most: int = _MOST_BATCHES
 ) -> Iterator[Item]:
-    """Yield the batches; DataError if there are none, too many, or one is not a tensor, tuple or dict."""
+    """Yield the batches; DataError if there are none, or one is not a tensor, tuple or dict.
+
+    Of an iterable without a length, more than ``most`` are an error too.
+    """
     if isinstance(batches, (Tensor, Mapping, str, bytes)) or not isinstance(batches, Iterable):
         raise DataError(
             f"{what} must be an iterable of tensors, tuples or dicts, got a "
             f"{type(batches).__name__}: for a single batch, pass a list of it"
         )
+    is_endless = not has_length(batches)
     count = 0
     for batch in batches:
-        if count == most:
+        if is_endless and count == most:
             raise DataError(
-                f"{what} must have an end, got more than {most:,}: pass the first ones, "
-                f"itertools.islice({what}, 100)"
+                f"{what} must have an end, got more than {most} of an iterable without a length: "
+                f"pass a list, or the first ones, itertools.islice({what}, 100)"
             )
         require_batch(batch, f"each of {what}", f" at {count}")
         count += 1

@@ -1,6 +1,7 @@
 """calibrate_: the truth where it is known, least squares elsewhere, padding without influence, errors without trace."""
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Iterator
@@ -568,6 +569,13 @@ def test_activations_that_are_not_finite(value: float) -> None:
         [x, bad],
         r"'0\.norm1'.*NaN.*batch 1",
     )
+
+
+def test_batches_without_an_end_are_refused_before_the_model_runs() -> None:
+    model = converted(transformer(1), torch.randn(2, 3, C))
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(DataError, match="must have an end, got more than 500"):
+        dynorm.calibrate_(model, itertools.repeat(torch.randn(2, 3, C)))
 
 
 def test_batches_that_break_off() -> None:

@@ -117,7 +117,9 @@ class TestSites:
 
     def test_witnesses(self) -> None:
         original = toy()
-        model = converted(original, toy_batches(), witnesses=(2, 5))
+        model = converted(original, toy_batches(), witnesses=2)
+        for layer in dynorm_layers(model).values():
+            layer.set_witnesses_((2, 5))
         for site in measure(model, toy_batches(), original=original).sites:
             assert site.witnesses == (2, 5)
 

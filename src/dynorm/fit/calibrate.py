@@ -10,7 +10,7 @@ from itertools import chain, count, islice
 import torch
 from torch import Tensor, nn
 
-from dynorm.batches import Batch, iterate, require_finite, site_tokens, token_masks
+from dynorm.batches import Batch, has_length, iterate, require_finite, site_tokens, token_masks
 from dynorm.broadcast import layers_from_first_rank_
 from dynorm.errors import CalibrationWarning, ModelError
 from dynorm.fit.lockstep import LayerCall, PausedRun, can_share, stopping_at
@@ -125,8 +125,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Batch]) -> CalibrationReport:
     A layer that :func:`convert_` allowed N witnesses gets at most N, with their gains, chosen one by
     one. Each call chooses them again (see :class:`dynorm.fit.witnesses.TokenScales`, which keeps a
     matrix of 66 x 66 per site). ``log_gain`` is then a new parameter: make the optimizer afterwards.
-    Witnesses that were named stay, and get their gains. A centre that is found to be 0, as with
-    witnesses, is dropped.
+    A centre that is found to be 0, as with witnesses, is dropped.
 
     Of an annealed layer only the constants are set. Its weight and bias are the norm's, and must
     stay so until the annealing begins.
@@ -143,7 +142,8 @@ def calibrate_(model: nn.Module, batches: Iterable[Batch]) -> CalibrationReport:
     Args:
         model: a model that :func:`convert_` converted; plain, not sharded: shard it afterwards.
         batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``; any
-            iterable of at most 10,000, read once. They are moved to the model's device.
+            iterable, read once. One without a length may have at most 500, which are all read
+            first. They are moved to the model's device.
 
     Returns:
         A report with one row per site.
@@ -227,6 +227,9 @@ def _calibrate(
 
 def _fit_groups(model: nn.Module, fits: Fits, batches: Iterable[Batch]) -> int:
     """Fit the layers to group after group of batches; return how many batches there were."""
+    if not has_length(batches):
+        # An iterable without an end is refused before the model runs.
+        batches = list(iterate(batches))
     remaining = iterate(batches)
     looked_at = list(islice(remaining, 2))
     side_by_side = can_share(model, fits, looked_at[0], looked_at[-1])

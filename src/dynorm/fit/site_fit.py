@@ -100,12 +100,10 @@ class SiteFit:
                 self._factor = factor.detach().to(torch.float64, copy=True).flatten()
                 self._has_bias = layer.bias is not None
         self._scales: TokenScales | None = None
-        # Those that an earlier calibration chose are chosen again.
-        fixed = () if norm.witnesses else layer.witness_channels
-        if norm.witnesses or fixed:
-            self._scales = TokenScales(self.kind, self.eps, norm.witnesses, fixed=fixed)
         # One size in all layers of a conversion.
         self._room = norm.witnesses or layer.room
+        if self._room:
+            self._scales = TokenScales(self.kind, self.eps, self._room)
         self._updates = 0
         self._solution: Solution | None = None
         # From the first tokens that have a spread over their channels.

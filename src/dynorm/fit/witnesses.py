@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Self
 
 import numpy as np
@@ -31,8 +30,6 @@ DEAD = 1e-12
 _SMALL = 0.25
 # The number of values that are copied to float64 at a time.
 _CHUNK = 1 << 20
-# The gain of a fixed witness that adds nothing to the others: its logarithm must exist.
-_LEAST_GAIN = 1e-6
 
 
 @dataclass(frozen=True)
@@ -42,8 +39,8 @@ class Witnesses:
     channels: tuple[int, ...]  # their positions, the most useful one first
     gains: tuple[float, ...]  # the weight of each one's square
     beta: float  # the constant that replaces the rest of the sum
-    # The share of the variation of the size that 0, 1, 2, ... channels explain (fixed ones: none,
-    # all). A token with the sum S has the weight S^0.2.
+    # The share of the variation of the size that 0, 1, 2, ... channels explain. A token with the
+    # sum S has the weight S^0.2.
     explained: tuple[float, ...]
 
     @property
@@ -113,18 +110,16 @@ class TokenScales:
     small, and the relative error hardly shows it.
 
     At most ``most`` channels are chosen, one by one. The sums are a matrix of 66 x 66 for the 64
-    channels whose part :math:`u_k^2 / S` varies most in the first tokens. With ``fixed`` channels
-    only the gains are fitted. A sum below ``least`` counts as that; None takes a quarter of the
-    typical sum of the first tokens.
+    channels whose part :math:`u_k^2 / S` varies most in the first tokens. A sum below ``least``
+    counts as that; None takes a quarter of the typical sum of the first tokens.
     """
 
     def __init__(
         self,
         kind: str,
         eps: float,
-        most: int = 0,
+        most: int,
         *,
-        fixed: Sequence[int] = (),
         least: float | None = None,
     ) -> None:
         self._kind = kind
@@ -132,8 +127,7 @@ class TokenScales:
         self._most = most
         self._least = least
         self._tokens = 0
-        self._is_fixed = bool(fixed)
-        self._candidates = list(fixed)
+        self._candidates: list[int] = []
         self._sums: Tensor | None = None
 
     @torch.no_grad()
@@ -160,9 +154,6 @@ class TokenScales:
         _, error_of_constant = gram.solve([])
         errors = [error_of_constant]
         picked: list[int] = []
-        if self._is_fixed:
-            picked = list(range(gram.count))
-            errors.append(gram.solve(picked)[1])
         worth = max(_WORTH, _NOISE / self._tokens)
         while len(picked) < min(self._most, gram.count):
             added, error = gram.best_addition(picked)
@@ -174,14 +165,11 @@ class TokenScales:
         channels = []
         gains = []
         for candidate, gain in zip(picked, solution[:-1].tolist(), strict=True):
-            if self._is_fixed:
-                gain = max(gain, _LEAST_GAIN)
             # One that was chosen early may be of no use next to the later ones.
             if gain > 0:
                 channels.append(self._candidates[candidate])
                 gains.append(gain)
-        # A fixed set may ignore channels, so its error counts as at most that of the constant.
-        explained = [1 - least / errors[0] for least in accumulate(errors, min)]
+        explained = [1 - error / errors[0] for error in errors]
         return Witnesses(tuple(channels), tuple(gains), float(solution[-1]), tuple(explained))
 
     def _quarter_of_typical(self, u: Tensor) -> float | None:

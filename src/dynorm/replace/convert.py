@@ -83,7 +83,7 @@ def convert_(
     *,
     per_channel: bool = LayerOptions.per_channel,
     center: bool = LayerOptions.center,
-    witnesses: int | Sequence[int] = LayerOptions.witnesses,
+    witnesses: int = LayerOptions.witnesses,
 ) -> ConversionReport:
     """Replace norms by point-wise layers, in place.
 
@@ -106,15 +106,13 @@ def convert_(
         per_channel: one constant per channel instead of one per layer.
         center: give each layer in the place of a LayerNorm a centre.
         witnesses: how many channels :func:`calibrate_` may choose for each layer, whose token sizes
-            they show, at most 16; or their positions, the same for every layer. 0 keeps the pure
-            function of one channel.
+            they show, at most 16. 0 keeps the pure function of one channel.
 
     Returns:
         A report with one row per site. Refused sites keep their norms and are listed.
 
     Raises:
-        ArgumentError: ``to`` or an option is unknown, a glob matches no site, or a layer
-            cannot have these witnesses.
+        ArgumentError: ``to`` or an option is unknown, or a glob matches no site.
         ModelError: the model has no norm to replace, is converted already, is compiled, wrapped or
             on the meta device; the sites belong to another model; or a norm shares a weight of
             another shape than its channels with another module.
@@ -281,7 +279,6 @@ def _built(
         bias=site.bias_name is not None,
         per_channel=options.per_channel,
         center=options.center and site.kind == "layernorm",
-        witnesses=options.positions,
         scale=math.sqrt(bound),
         dim=site.dim,
         promote=site.promote,
@@ -292,8 +289,7 @@ def _built(
         **own,
     )
     _fill_(layer, norm, site, copies)
-    most = min(options.most_witnesses, channels)
-    take_over_(layer, norm, Replaced(norm, site, witnesses=most))
+    take_over_(layer, norm, Replaced(norm, site, min(options.witnesses, channels)))
     return layer
 
 

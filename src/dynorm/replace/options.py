@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from numbers import Integral
 from typing import Any
 
-from dynorm.arguments import MOST_WITNESSES
+from dynorm.arguments import MOST_WITNESSES, check_count
 from dynorm.errors import ArgumentError
 from dynorm.family import layer_class
 from dynorm.layers import AnnealedNorm, PointwiseNorm
@@ -35,7 +34,7 @@ class LayerOptions:
     to: Layer = "dyisru"
     per_channel: bool = False
     center: bool = False
-    witnesses: int | Sequence[int] = 0
+    witnesses: int = 0
 
     @property
     def kind(self) -> type[PointwiseNorm]:
@@ -47,19 +46,6 @@ class LayerOptions:
         """Whether the layer is a norm until its annealing ends."""
         return issubclass(self.kind, AnnealedNorm)
 
-    @property
-    def most_witnesses(self) -> int:
-        """The number of witnesses that ``calibrate_`` may choose."""
-        if isinstance(self.witnesses, Integral):
-            return int(self.witnesses)
-        return 0
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """The witnesses that were named by their positions."""
-        if isinstance(self.witnesses, Iterable):
-            return tuple(self.witnesses)
-        return ()
 
     def changed(self, choice: Layer | Mapping[str, Any]) -> LayerOptions:
         """Return the checked options with another layer, or with other values of some."""
@@ -84,14 +70,7 @@ class LayerOptions:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ArgumentError(f"{name} must be True or False, got {value!r}")
-        is_count = isinstance(self.witnesses, Integral) and not isinstance(self.witnesses, bool)
-        is_list = isinstance(self.witnesses, Iterable) and not isinstance(self.witnesses, str)
-        if self.most_witnesses < 0 or not (is_count or is_list):
-            raise ArgumentError(
-                f"witnesses must be a number from 0 to {MOST_WITNESSES}, or the positions of "
-                f"channels, got {self.witnesses!r}"
-            )
-        if max(self.most_witnesses, len(self.positions)) > MOST_WITNESSES:
+        if check_count("witnesses", self.witnesses, 0) > MOST_WITNESSES:
             raise ArgumentError(
                 f"witnesses must be at most {MOST_WITNESSES}, got {self.witnesses!r}: a sum over "
                 "many channels is a norm again: keep the norm"

@@ -1,10 +1,8 @@
 """Put the norms of a converted model back."""
 
-import warnings
-
 from torch import Tensor, nn
 
-from dynorm.errors import CalibrationWarning, ModelError
+from dynorm.errors import ModelError, listed
 from dynorm.find.affine import affine_parts
 from dynorm.guard import require_values
 from dynorm.replace.converted import dynorm_layers, is_ours, replaced_by
@@ -14,7 +12,6 @@ from dynorm.replace.swap import original_, swap_
 def restore_(model: nn.Module) -> nn.Module:
     """Put the original norms back, bit for bit: undo :func:`convert_` and :func:`calibrate_`.
 
-    A layer whose norm is not known, because the model was saved and loaded with it, stays as it is.
 
     Args:
         model: a converted model. Its other weights are not changed back after training.
@@ -23,11 +20,8 @@ def restore_(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        ModelError: the model has no point-wise layer, or none whose norm is known: it was loaded,
-            distilled or sharded; or its weights are offloaded.
-
-    Warns:
-        CalibrationWarning: some layers stay; it names them.
+        ModelError: the model has no point-wise layer, or one whose norm is not known: it was
+            loaded, distilled, folded or sharded; or its weights are offloaded.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -56,17 +50,11 @@ def restore_(model: nn.Module) -> nn.Module:
         originals[layer] = norm
         for name, part in affine_parts(norm, replaced.site).items():
             shared[getattr(layer, name)] = part.tensor
-    reason = "the model was loaded, distilled, folded or sharded, or built with these layers"
-    if not originals:
-        raise ModelError(
-            f"the original norms must be known, but those of {', '.join(lost[:3])} are not: "
-            f"{reason}; load the original model instead"
-        )
     if lost:
-        warnings.warn(
-            f"left {', '.join(lost)} as they are: their norms are not known, because {reason}",
-            CalibrationWarning,
-            stacklevel=2,
+        raise ModelError(
+            f"the original norms must be known, but those of {listed(lost)} are not: the model was "
+            "loaded, distilled, folded or sharded, or built with these layers; load the original "
+            "model instead"
         )
     swap_(model, {**originals, **shared})
     return model
