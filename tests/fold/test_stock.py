@@ -56,7 +56,7 @@ def test_a_line_goes_with_its_slope_and_centre_even_where_its_weight_is_zero(cen
     x, other = example(), example()
     exact = model(other).detach()
     line = model.n
-    fold_(model, x, check=False)
+    fold_(model, x)
     assert type(model.n) is nn.Identity
     assert relative_error([model(other).detach()], [exact]) <= 1e-12
     # A model may also call it from a list of its own.

@@ -106,7 +106,7 @@ class Check:
         except Exception as error:
             raise DataError(
                 "the model must run on a copy of the example, to be checked, but it raised "
-                f"{type(error).__name__}: {error}; check=False skips the check"
+                f"{type(error).__name__}: {error}"
             ) from error
         if not any(tensor.numel() for tensor in outputs):
             raise DataError(
@@ -178,7 +178,7 @@ class Check:
             if not is_dense(tensor):
                 raise ModelError(
                     "the model's outputs must be dense tensors to be checked, but one is nested or "
-                    "sparse: check=False skips the check"
+                    "sparse: fold the parts of the model that return dense ones"
                 )
             if tensor.is_complex():
                 doubles.append(torch.view_as_real(tensor.resolve_conj()).double())
@@ -187,11 +187,6 @@ class Check:
         return doubles
 
 
-def run(model: nn.Module, inputs: Inputs) -> object:
-    """Call a model on a copy of its inputs; nothing of the call stays."""
-    args, kwargs = detached_copy(inputs)
-    with undisturbed(model, inputs, attributes=True):
-        return model(*args, **kwargs)
 
 
 def _narrowest_dtype(model: nn.Module) -> torch.dtype:
