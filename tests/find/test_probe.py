@@ -17,9 +17,9 @@ from torch.nn.utils import parametrize
 import dynorm
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.find import probe
+from dynorm.find.affine import affine_parts
 from dynorm.find.probe import find_norms
 from dynorm.find.recover import recover
-from dynorm.find.affine import affine_parts
 from dynorm.site import NormSite, require_matches
 
 C = 16

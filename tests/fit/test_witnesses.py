@@ -31,9 +31,7 @@ def model(kind: type[nn.Module] = nn.RMSNorm) -> nn.Module:
     return nn.Sequential(kind(CHANNELS), nn.Linear(CHANNELS, CHANNELS), kind(CHANNELS))
 
 
-def converted(
-    witnesses: int, to: str = "dyisru", kind: type[nn.Module] = nn.RMSNorm
-) -> nn.Module:
+def converted(witnesses: int, to: str = "dyisru", kind: type[nn.Module] = nn.RMSNorm) -> nn.Module:
     made = model(kind)
     dynorm.convert_(made, dynorm.find_norms(made, tokens(8)), to, witnesses=witnesses)
     return made

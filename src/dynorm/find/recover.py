@@ -105,8 +105,6 @@ def recover(
     )
 
 
-
-
 def _open(original: TokenFunction, random: bool = True) -> TokenFunction:
     """Copy a module, in the widest dtype and then the smallest shape that it takes."""
     # Two of the first axis, even if the example had one: only a second token shows whether tokens
@@ -200,9 +198,7 @@ def _complete(original: TokenFunction, function: TokenFunction, formula: Formula
         raise NotANormError(
             "parameters of another role: with their present values it is not a norm"
         )
-    weight_name, offset = _holder(
-        original, function, formula.weight, present.weight, (0.0, 1.0)
-    )
+    weight_name, offset = _holder(original, function, formula.weight, present.weight, (0.0, 1.0))
     bias_name, _ = _holder(original, function, formula.bias, present.bias, (0.0,))
     slack = 10 * _tolerance(function)
     if weight_name is None and float((formula.weight - 1).abs().max()) > slack:

@@ -30,7 +30,6 @@ from dynorm.replace.converted import require_layers, warn_of_defaults
 from dynorm.replace.original import Outputs, norm_outputs, recorded
 
 
-
 @dataclass(frozen=True)
 class RefinementReport(Plain):
     """The result of ``refine_``.

@@ -187,8 +187,6 @@ class Check:
         return doubles
 
 
-
-
 def _narrowest_dtype(model: nn.Module) -> torch.dtype:
     """Return the floating-point dtype of the parameters with the fewest digits."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}

@@ -192,8 +192,6 @@ def _include_constants_(fold: SiteFold, layer: PointwiseNorm) -> None:
         fold.bias = -moved if fold.bias is None else fold.bias - moved
 
 
-
-
 def is_exact(fold: SiteFold, *, as_layernorm: bool = False) -> bool:
     """Return whether a norm is a neutral norm times weight plus bias, to the last digits.
 

@@ -46,7 +46,6 @@ class LayerOptions:
         """Whether the layer is a norm until its annealing ends."""
         return issubclass(self.kind, AnnealedNorm)
 
-
     def changed(self, choice: Layer | Mapping[str, Any]) -> LayerOptions:
         """Return the checked options with another layer, or with other values of some."""
         if isinstance(choice, (str, type)):

@@ -12,7 +12,6 @@ from dynorm.replace.swap import original_, swap_
 def restore_(model: nn.Module) -> nn.Module:
     """Put the original norms back, bit for bit: undo :func:`convert_` and :func:`calibrate_`.
 
-
     Args:
         model: a converted model. Its other weights are not changed back after training.
 

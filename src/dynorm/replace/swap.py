@@ -77,8 +77,6 @@ def original_forward(layer: PointwiseNorm, *args: Tensor) -> Tensor:
     return output
 
 
-
-
 def tensor_like(module: nn.Module, model: nn.Module) -> Tensor:
     """Return a tensor with the device and dtype for a layer in place of ``module``.
 
