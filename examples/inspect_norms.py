@@ -1,7 +1,7 @@
 """Inspect the norms of a model before you change it: how they treat outliers, and which function fits them best.
 
 The model is all-MiniLM-L6-v2. The command that does the same with more texts, and writes a page
-with pictures: dynorm inspect FOLDER --html OUT
+with pictures: dynorm inspect FOLDER --out FILE
 """
 
 import textwrap

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dynorm.report.rendering import table_html
 from dynorm.table import Table
 
 
@@ -14,6 +15,14 @@ def test_numbers_are_on_the_right_and_texts_on_the_left() -> None:
         "a       LN    1.25      –",
         "[14].b  RMS    100     5%",
     ]
+
+
+def test_a_page_aligns_columns_like_the_terminal() -> None:
+    table = Table(["stage", "mean cosine", "layer"], [("distilled", 0.98, "dyt")])
+    page = table_html(table)
+    assert '<th scope="col" class="right">mean cosine</th>' in page
+    assert '<td class="right">0.98</td><td class="left">dyt</td>' in page
+    assert "<td" not in table_html(Table(["stage", "mean cosine"], []))
 
 
 @pytest.mark.parametrize("width", [None, "40"])

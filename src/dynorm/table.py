@@ -5,9 +5,11 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
+from typing import Literal
 
 WIDTH = 100
 """The width of a report's sentences, unless the terminal is narrower."""
+Side = Literal["left", "right"]
 _NUMBERS = frozenset("0123456789.,+-−–%<e ")
 
 
@@ -33,6 +35,10 @@ class Table:
         """Return the texts of the rows."""
         return [[_text(value) for value in row] for row in self.rows]
 
+    def sides(self) -> list[Side]:
+        """Return the alignment of each column."""
+        return _sides(self.columns, self.cells())
+
     def __str__(self) -> str:
         """Return the table as plain text."""
         lines = [*self.title.splitlines(), ""]
@@ -54,15 +60,23 @@ class Table:
         return folded
 
 
+def _sides(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[Side]:
+    """Return the alignment of columns: numbers on the right; texts, and the first, on the left."""
+    sides: list[Side] = []
+    for _, *texts in zip(columns, *cells, strict=True):
+        is_number = bool(sides) and _NUMBERS.issuperset("".join(texts))
+        sides.append("right" if is_number else "left")
+    return sides
+
+
 def _grid(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
     """Return rows under their titles, aligned."""
     from rich.console import Console
     from rich.table import Table as Grid
 
     grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for title, *texts in zip(columns, *cells, strict=True):
-        is_numeric = _NUMBERS.issuperset("".join(texts)) and grid.columns
-        grid.add_column(title, justify="right" if is_numeric else "left", no_wrap=True)
+    for title, side in zip(columns, _sides(columns, cells), strict=True):
+        grid.add_column(title, justify=side, no_wrap=True)
     for row in cells:
         grid.add_row(*row)
     # Wide enough for any path: a table takes only the width that it needs.

@@ -13,7 +13,7 @@ from tests.jobs.conftest import TEXTS, save, tiny_bert
 
 COMMANDS = {
     "convert": "tiny converted --texts texts.txt --held-out 16 --max-length 16 --refine 1 --steps 2 --lr 1e-5",
-    "inspect": "tiny --texts texts.txt --samples 8 --html inspection.html",
+    "inspect": "tiny --texts texts.txt --samples 8 --out inspection.html",
     "fold": "tiny folded",
     "paper": "--samples 1",
     "prove": "--only appendix-b --out proofs.html",

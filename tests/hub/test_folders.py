@@ -40,6 +40,12 @@ def test_dtypes_sharing_and_frozen_parameters_come_back(tmp_path: Path) -> None:
     assert not loaded[0].bias.requires_grad
 
 
+def test_a_model_that_is_converted_already_gets_the_saved_layers(tmp_path: Path) -> None:
+    model = converted("dyisru")
+    save(model, tmp_path / "m")
+    assert same_state(load(tmp_path / "m", converted("dyt")), model)
+
+
 def cut(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])

@@ -26,7 +26,7 @@ def test_the_command_line(encoder: Path, texts: Path, tmp_path: Path) -> None:
     options = ["--texts", str(texts), "--samples", "16", "--max-length", "16"]
     words = ["inspect", str(encoder), *options]
     page = tmp_path / "page.html"
-    done = CliRunner().invoke(app, [*words, "--json", "--html", str(page)])
+    done = CliRunner().invoke(app, [*words, "--json", "--out", str(page)])
     assert done.exit_code == 0
     assert len(json.loads(done.stdout)["sites"]) == 5
     assert page.read_text("utf-8").startswith("<!doctype html>")

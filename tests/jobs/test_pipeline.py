@@ -40,7 +40,8 @@ def test_an_encoder_is_written_as_a_folder_that_loads(
     assert kinds == ["DyT", "DyT", "DyISRU", "DyISRU"]
     lines = "\n".join(said)
     assert "without training, in" in lines
-    assert "2 steps of distillation follow; to lose less, take more (--steps), or let" in lines
+    assert "To lose less: distil it longer, or give the layers a few named channels" in lines
+    assert "it can be below 0; less is better" in lines
     assert Recipe.load(out / "recipe.json").steps == 2
     with pytest.raises(StorageError, match="overwrite"):
         convert_pretrained(encoder, out, QUICK, texts=[texts])

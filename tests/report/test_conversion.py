@@ -267,7 +267,7 @@ def test_an_annealed_layer_says_that_it_is_still_a_norm(share: float) -> None:
     model = converted(original, toy_batches(), "annealed")
     dynorm.set_anneal_(model, share)
     report = measure(model, toy_batches(), original=original)
-    assert ("until the annealing ends" in report.title()) == (share < 1)
+    assert ("until the annealing ends" in report.verdict()) == (share < 1)
 
 
 def test_a_batch_without_samples_changes_nothing() -> None:

@@ -50,6 +50,9 @@ def test_it_holds_a_picture_of_each_site(text: str) -> None:
     assert page.tags["figure"] == page.tags["svg"] == 2
     labels = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]
     assert all("DyISRU 0." in label for label in labels)
+    # Not the error of a layer, which the table has.
+    assert text.count("curve error: linear") == 2
+    assert ">layer error</th>" in text
     assert all(f"var(--{name})" in text for name in ("dyisru", "dyt", "linear", "soft", "edge"))
     assert "#0101" not in text
 
@@ -98,6 +101,7 @@ def test_stages_and_curve(report: ModelReport, tmp_path: Path) -> None:
     assert "without training 2.900" in said
     assert "distilled 2.100" in said
     assert "norms kept 0 of 2" in said
+    assert "it can be below 0; less is better" in said
     # A report shows no times.
     assert "59.7" not in said
     labels = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]

@@ -197,7 +197,7 @@ def inspect(
     model: Model,
     texts: Texts = None,
     images: Images = None,
-    html: Annotated[
+    out: Annotated[
         Path | None,
         typer.Option(help="Also write the result as an HTML page, with a picture of each norm."),
     ] = None,
@@ -213,11 +213,11 @@ def inspect(
 ) -> None:
     """Find massive activations at a model's norms; compare DyT, DyISRU and a line on the outliers.
 
-    Example: dynorm inspect ./all-MiniLM-L6-v2 --html inspection.html
+    Example: dynorm inspect ./all-MiniLM-L6-v2 --out inspection.html
     """
     quiet_libraries()
-    if html is not None:
-        require_writable(html)
+    if out is not None:
+        require_writable(out, overwrite=True)
     say = speaker(quiet=as_json)
     report = inspect_pretrained(
         model,
@@ -226,9 +226,9 @@ def inspect(
         say=say,
         **JobOptions(texts=texts or (), images=images or (), name=name, device=device),
     )
-    if html is not None:
-        report.to_html(html)
-        say(f"wrote {html}")
+    if out is not None:
+        report.to_html(out)
+        say(f"wrote {out}")
     show(report, as_json)
 
 

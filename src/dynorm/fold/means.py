@@ -56,14 +56,8 @@ class FoldedMeans(PlainRecord):
             f"the means of {self.folded} of {self.layernorms} LayerNorms were folded into the "
             "weights"
         )
-        if self.partly:
-            text += f", and those of {self.partly} more partly"
         if self.untied:
             text += f", and {', '.join(self.untied)} untied"
-        if self.refused:
-            text += f"; some means stay: {self.refused[0]}"
-        if len(self.refused) > 1:
-            text += f" (and {len(self.refused) - 1} more reasons)"
         return text
 
 

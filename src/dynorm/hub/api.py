@@ -92,13 +92,14 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
 
     A transformers model is loaded on the CPU, in the class that config.json names, from the
     directory only. For any other model, build it as it was before its conversion and pass it: its
-    norms are replaced, and its tensors filled, in the saved dtypes and on their device. Files
+    norms are replaced, and its tensors filled, in the saved dtypes and on their device. Point-wise
+    layers that it has already, from its class or a conversion, are replaced by the saved ones. Files
     cannot make dynorm import code.
 
     Args:
         directory: a local directory. (``hf download user/model --local-dir DIR`` fetches one from
             the hub.)
-        model: for a plain torch model, an unconverted instance of its class, changed in place; meta
+        model: for a plain torch model, an instance of its class, changed in place; meta
             tensors become tensors on the CPU. Its parameters keep their ``requires_grad``, a
             point-wise layer that of its norm.
 

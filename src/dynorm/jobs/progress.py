@@ -18,6 +18,13 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         self._first = 0
         self._begun = 0.0
 
+    def on_train_begin(self, *_: object, **kwargs: object) -> None:
+        """Say how to read the losses that follow."""
+        self._say(
+            "distillation: its loss has logarithms of the layer errors, so it can be below 0; less "
+            "is better"
+        )
+
     def on_step_end(self, args: object, state: TrainerState, *_: object, **kwargs: object) -> None:
         """Say a line at each tenth of the steps."""
         now = time.perf_counter()

@@ -22,7 +22,7 @@ from dynorm.plain import JsonObject
 from dynorm.recipe import Recipe
 from dynorm.replace import convert_
 from dynorm.replace.options import chosen_options
-from dynorm.report import ModelReport, measure
+from dynorm.report import ModelReport, measure, words
 from dynorm.report.conversion import compare
 from dynorm.report.output import OutputReport
 from dynorm.train import distill_
@@ -46,7 +46,6 @@ class Stage:
     """A verb that trains a converted model, with its batches and options."""
 
     name: str
-    done: str  # how the model is called afterwards
     verb: Callable[..., Any]
     batches: Iterable[Batch]
     options: Mapping[str, object] = field(default_factory=dict)
@@ -89,7 +88,8 @@ def convert_in_stages_(
         course.details["skipped"] = [site.path for site in converted.skipped]
         closed_form, *trainings = _stages(data, recipe, original, say)
         course.run(closed_form)
-        say(_ways_on(recipe))
+        ways = words.ways_on(bool(recipe.steps), bool(recipe.witnesses))
+        say(f"To lose less: {ways}.")
         for training in trainings:
             course.run(training)
         course.keep_the_best_()
@@ -112,10 +112,10 @@ def _stages(data: Data, recipe: Recipe, original: nn.Module, say: Say) -> list[S
     """Return the stages of a recipe, in order."""
     # Asked once: it warns.
     bf16 = recipe.bf16 and usable_bf16(original)
-    stages = [Stage("calibrate", "without training", calibrate_, data.calibration)]
+    stages = [Stage("calibrate", calibrate_, data.calibration)]
     if recipe.refine:
         options: dict[str, object] = {"steps": recipe.refine, "bf16": bf16}
-        stages.append(Stage("refine", "refined", refine_, data.refinement, options))
+        stages.append(Stage("refine", refine_, data.refinement, options))
     if recipe.steps:
         # It imports transformers.
         from dynorm.jobs.progress import Progress
@@ -129,7 +129,7 @@ def _stages(data: Data, recipe: Recipe, original: nn.Module, say: Say) -> list[S
             "checkpoints": recipe.checkpoints,
             "callbacks": [Progress(say)],
         }
-        stages.append(Stage("distill", "distilled", distill_, data.training, options))
+        stages.append(Stage("distill", distill_, data.training, options))
     return stages
 
 
@@ -155,7 +155,8 @@ class _Course:
         seconds = time.perf_counter() - begun
         self.seconds[stage.name] = round(seconds, 2)
         output = compare(self._model, self._original, self._compared)
-        self._say(f"{stage.done}, in {seconds:.0f} s: {in_words(output)}")
+        done = words.STAGES[stage.name]
+        self._say(f"{done}, in {seconds:.0f} s, on a few samples: {words.about_loss(output)}")
         self.details[stage.name] = report.to_dict() | {"output": asdict(output)}
         self._losses[stage.name] = loss_of(output)
         if self._losses[stage.name] == min(self._losses.values()):
@@ -182,30 +183,6 @@ def loss_of(output: OutputReport) -> float:
             return loss
     assert output.cosine_mean is not None
     return 1 - output.cosine_mean
-
-
-def in_words(output: OutputReport) -> str:
-    """Return the figures of a comparison as a reader says them."""
-    if output.loss_now is not None:
-        return f"loss {output.loss_now:.3f} instead of {output.loss_original:.3f} nats per token"
-    words = f"mean cosine {output.cosine_mean:.3f}"
-    if output.spearman is not None:
-        words += f", rank correlation {output.spearman:.3f}"
-    if output.error is not None:
-        words += f", error of the output {output.error:.3f}"
-    return f"{words} on {output.samples} held-out samples"
-
-
-def _ways_on(recipe: Recipe) -> str:
-    """Return how to lose less than without training."""
-    few = ""
-    if not recipe.witnesses:
-        few = ", or let each layer read a few channels (--witnesses 4)"
-    if recipe.steps:
-        return (
-            f"{recipe.steps} steps of distillation follow; to lose less, take more (--steps){few}"
-        )
-    return f"to lose less, distil the model (--steps 300){few}"
 
 
 def _copied(model: nn.Module) -> nn.Module:

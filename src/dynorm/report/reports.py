@@ -113,17 +113,14 @@ class ModelReport(Report):
     left: list[str] = field(default_factory=list)
 
     def title(self) -> str:
-        """Return one line: the norms that were replaced, and the channels that a value depends on."""
+        """Return one line: the norms that were replaced, and by which layers."""
         if not self.sites:
             return f"{self.name}: only the output is compared, because no norm is known"
         layers = set()
         for site in self.sites:
             layers.add(FAMILY[site.layer].title if site.layer in FAMILY else site.layer)
         norms = count_of(len(self.sites), "norm")
-        return (
-            f"{self.name}: {norms} replaced by {' and '.join(sorted(layers))}, {len(self.kept)} "
-            f"kept; {words.dependence(self.sites)}"
-        )
+        return f"{self.name}: {norms} replaced by {' and '.join(sorted(layers))}, {len(self.kept)} kept"
 
     def verdict(self) -> str:
         """Return a few sentences: the channels that a value depends on, the loss, and the next step."""
@@ -144,14 +141,8 @@ class ModelReport(Report):
             )
         if not words.lost_quality(self.output):
             return "try it on your own task"
-        known = self.meta.get("stages", {})
-        if "distill" in known:
-            return "distil longer, or keep the norms of the largest errors"
-        unless = "" if known else ", unless you already have"
-        advice = f"distil it (dynorm.distill_, or --steps in the command){unless}"
-        if not any(site.witnesses for site in self.sites):
-            advice += ", or give the layers a few named channels (witnesses=4, at most 16)"
-        return advice
+        is_distilled = "distill" in self.meta.get("stages", {})
+        return words.ways_on(is_distilled, any(site.witnesses for site in self.sites))
 
     def findings(self) -> list[str]:
         """Return the verdict and the figures of the stages."""
@@ -163,7 +154,16 @@ class ModelReport(Report):
 
     def table(self) -> Table:
         """Return the report as a table, one row per site."""
-        columns = ["site", "norm", "layer", "error", "β", "named channels", "outlier", "σ spread"]
+        columns = [
+            "site",
+            "norm",
+            "layer",
+            "layer error",
+            "β",
+            "named channels",
+            "outlier",
+            "σ spread",
+        ]
         rows = []
         for site in self.sites:
             rows.append(
@@ -181,7 +181,10 @@ class ModelReport(Report):
         notes = [f"{path}: not reached" for path in self.unreached]
         notes += [f"{path}: kept" for path in self.kept]
         notes += [f"{path}: not compared, its norm is not known" for path in self.left]
-        meaning = "error: distance of the layer's output from the norm's; 1 is as bad as a constant"
+        meaning = (
+            "layer error: distance of the layer's outputs from the norm's over their spread; 1 is as "
+            "bad as a constant"
+        )
         return Table(columns, rows, [*notes, meaning, _OUTLIER, _SPREAD])
 
     def advice(self) -> list[str]:
@@ -236,8 +239,8 @@ class InspectionReport(Report):
         meanings = [
             _OUTLIER,
             _SPREAD,
-            f"{', '.join(titles)}: error |y − f| / |y| of the function on outliers",
-            "ratio: DyT's error over DyISRU's; the paper claims that it is above 1",
+            f"{', '.join(titles)}: curve error |y − f| / |y| of the best constant on outliers",
+            "ratio: DyT's curve error over DyISRU's; the paper claims that it is above 1",
             "by 1, by 4: share of the variation of the tokens' sums that 1 and 4 channels explain",
         ]
         return Table(columns, rows, notes + meanings)

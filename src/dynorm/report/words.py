@@ -9,14 +9,15 @@ from dynorm.report.output import OutputReport
 from dynorm.report.records import InspectedSite, SiteReport
 from dynorm.table import Table
 
-# The bounds of a little and of some loss: more is much. Cosines and correlations lose what they
-# lack of 1.
+# The bounds of a little and of some loss: more is much. Cosines, correlations and shares lose what
+# they lack of 1.
 _LOSS = (0.05, 0.3)
 _COSINE = (0.01, 0.05)
 _SPEARMAN = (0.1, 0.3)
+_NEIGHBOURS = (0.1, 0.3)
 _ERROR = (0.2, 0.5)
 _LOST = ("Little quality was lost", "Some quality was lost", "Much of the quality was lost")
-# Rank correlations of fewer samples are chance.
+# Rank correlations and neighbours of fewer samples are chance.
 _LEAST_SAMPLES = 10
 # A site stands out if its error is this many times the median, and at least this large.
 _TIMES = 2.0
@@ -26,8 +27,8 @@ _NAMED = 3
 # With a spread of the tokens' sizes below this, a layer without witnesses loses little.
 _ALIKE = 0.2
 
-# The titles of the stages of a conversion, in their order.
-_STAGES = {"calibrate": "without training", "refine": "refined", "distill": "distilled"}
+STAGES = {"calibrate": "without training", "refine": "refined", "distill": "distilled"}
+"""How a model is called after each stage of a conversion, in their order."""
 
 FIGURES = {
     "language": {"loss_now": "loss", "kl": "divergence", "agreement": "same likeliest token"},
@@ -36,7 +37,7 @@ FIGURES = {
         "spearman": "rank correlation",
         "neighbours": "same nearest neighbour",
     },
-    "tensor": {"cosine_mean": "mean cosine", "error": "error"},
+    "tensor": {"cosine_mean": "mean cosine", "error": "output error"},
 }
 """The main figures of each kind of output: fields of OutputReport, and their names."""
 
@@ -79,8 +80,11 @@ def lost_quality(output: OutputReport) -> int:
     # A large common part of all samples hides their differences from the cosine.
     if output.error is not None:
         return max(level, _level(output.error, _ERROR))
-    if output.spearman is not None and output.samples >= _LEAST_SAMPLES:
-        return max(level, _level(1 - output.spearman, _SPEARMAN))
+    if output.samples >= _LEAST_SAMPLES:
+        if output.spearman is not None:
+            level = max(level, _level(1 - output.spearman, _SPEARMAN))
+        if output.neighbours is not None:
+            level = max(level, _level(1 - output.neighbours, _NEIGHBOURS))
     return level
 
 
@@ -104,12 +108,25 @@ def about_loss(output: OutputReport) -> str:
         figures.append(f"the mean cosine to the original's outputs is {digits(output.cosine_mean)}")
     if output.spearman is not None:
         figures.append(f"the rank correlation of the similarities is {digits(output.spearman)}")
+    if output.neighbours is not None:
+        figures.append(f"{output.neighbours:.1%} of the samples keep their nearest neighbour")
     if output.error is not None:
-        figures.append(f"the error is {digits(output.error)} of the outputs' spread")
+        figures.append(f"the output error is {digits(output.error)} of the outputs' spread")
     if output.agreement is not None:
         noun = "classes" if output.kind == "tensor" else "tokens"
         figures.append(f"{output.agreement:.1%} of the likeliest {noun} are the same")
     return f"{words}: {', '.join(figures)}." if figures else ""
+
+
+def ways_on(is_distilled: bool, has_witnesses: bool) -> str:
+    """Return how to lose less."""
+    ways = ["distil it (dynorm.distill_, or --steps in the command)"]
+    if is_distilled:
+        ways = ["distil it longer"]
+    if not has_witnesses:
+        ways.append("give the layers a few named channels (witnesses=4, at most 16)")
+    ways.append("keep the norms of the largest layer errors")
+    return ", or ".join(ways)
 
 
 def about_worst(output: OutputReport, text: str | None) -> str:
@@ -125,7 +142,7 @@ def stage_table(stages: Mapping[str, Any], kind: str) -> Table | None:
     """Return the figures after each stage of a conversion side by side, or None without them."""
     names = FIGURES[kind]
     rows = []
-    for name, title in _STAGES.items():
+    for name, title in STAGES.items():
         stage = stages.get(name, {})
         output = stage.get("output")
         if output:
@@ -146,7 +163,7 @@ def about_sites(errors: Mapping[str, float]) -> str:
         return ""
     figures = listed([f"{path} ({digits(errors[path])})" for path in worst])
     return (
-        f"If you may keep some norms, keep those of the largest errors, more than twice the median "
+        "If you may keep some norms, keep those of the largest layer errors, over twice the median "
         f"({digits(middle)}): {figures}. A norm is kept with to={{path: None}}, or --to PATH=keep."
     )
 

@@ -1,14 +1,11 @@
 """Callbacks for the Trainer of transformers: annealing, and the monitor."""
 
 from statistics import fmean
-from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from dynorm.arguments import check_share
-from dynorm.errors import ArgumentError
 from dynorm.layers import AnnealedNorm
 from dynorm.train.anneal import AnnealSchedule, AnnealStart, annealed_layers
 from dynorm.train.monitor import Monitor
@@ -95,34 +92,25 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
 class MonitorCallback(TrainerCallback):  # type: ignore[misc]
     """A callback that watches the point-wise layers in training, and warns when one saturates.
 
-    At each log the figures of :class:`dynorm.Monitor` go to TensorBoard and all other services in
-    ``report_to``, and into ``trainer.state.log_history``. The largest share of saturated outputs is
-    printed with the loss.
+    At each log the figures of :class:`dynorm.Monitor` go into ``trainer.state.log_history``, and the
+    largest share of saturated outputs is printed with the loss.
 
     Args:
-        trainer: the Trainer to which the callback is added.
         warn_at: as for :class:`dynorm.Monitor`.
 
     Raises:
-        ArgumentError: ``trainer`` is not a Trainer, or ``warn_at`` not from 0 to 1.
+        ArgumentError: ``warn_at`` is not a number from 0 to 1.
         ModelError: when training begins, the model has no point-wise layer.
 
     Example:
         >>> from transformers import Trainer, TrainingArguments
         >>> model = nn.Sequential(nn.Linear(4, 8), dynorm.DyISRU(8))
         >>> arguments = TrainingArguments(getfixture("tmp_path"), report_to=[], use_cpu=True)
-        >>> trainer = Trainer(model, arguments)
         >>> from dynorm.train.callbacks import MonitorCallback
-        >>> trainer.add_callback(MonitorCallback(trainer))
+        >>> trainer = Trainer(model, arguments, callbacks=[MonitorCallback()])
     """
 
-    def __init__(self, trainer: Trainer, warn_at: float = 0.8) -> None:
-        if not isinstance(trainer, Trainer):
-            raise ArgumentError(
-                f"trainer must be a Trainer of transformers, got {type(trainer).__name__}: make it "
-                "first, and call trainer.add_callback(MonitorCallback(trainer))"
-            )
-        self._trainer = trainer
+    def __init__(self, warn_at: float = 0.8) -> None:
         self._warn_at = check_share("warn_at", warn_at)
         self._monitor: Monitor | None = None
 
@@ -137,9 +125,6 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         """Watch the model, and no longer the one of a run that an error interrupted."""
         self.on_train_end(args, state, control)
         self._monitor = Monitor(model, self._warn_at)
-        # It goes before the callback that prints the loss, which the Trainer added first.
-        callbacks = self._trainer.callback_handler.callbacks
-        callbacks.sort(key=lambda callback: callback is not self)
 
     def on_train_end(
         self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -151,22 +136,16 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_log(
         self,
-        args: Any,
+        args: object,
         state: TrainerState,
         control: TrainerControl,
         logs: dict[str, float] | None = None,
         **kwargs: object,
     ) -> None:
-        """Send the figures to the services that the Trainer reports to, as a log by themselves."""
-        if self._monitor is None:
-            return
-        figures = self._monitor.read()
+        """Add the figures to the history of the Trainer, and the worst one to its printed logs."""
+        figures = self._monitor.read() if self._monitor is not None else {}
         if not figures:
             return
-        services: Any = tuple(INTEGRATION_TO_CALLBACK.values())
-        for callback in self._trainer.callback_handler.callbacks:
-            if isinstance(callback, services):
-                callback.on_log(args, state, control, logs=dict(figures), **kwargs)
         state.log_history[-1].update(figures)
         if logs is not None:
             shares = [value for name, value in figures.items() if name.startswith("saturated/")]
