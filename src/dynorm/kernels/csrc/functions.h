@@ -16,22 +16,19 @@ struct DerivedDouble {
   double left, right, sloped, arm;
 };
 
-// exp(a) = scale (1 + small), exactly reduced; |a| < 88.
-struct Exponential {
-  V scale, small;
-};
-
-inline Exponential exponential(V a) {
-  const V magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
-  V shifted = fma(a, splat(0x1.715476p+0f), magic);
-  V n = shifted - magic;
-  V r = fma(n, splat(-0x1.62e43p-1f), a);  // log 2 is within 2^-29 of this float
-  V q = fma(r, splat(0x1.6bec04p-10f), splat(0x1.122788p-7f));
-  q = fma(r, q, splat(0x1.555674p-5f));
-  q = fma(r, q, splat(0x1.5554b0p-3f));
-  q = fma(r, q, splat(0x1.fffffep-2f));
-  I bits = ((I)shifted << 23) + 0x3f800000;
-  return {(V)bits, fma(r * r, q, r)};
+// c[0] + c[1] s + ... by Horner's rule.
+template <int kCount>
+inline V polynomial(V s, const float (&c)[kCount]) {
+  V sum = splat(c[kCount - 1]);
+  for (int k = kCount - 2; k >= 0; --k) sum = fma(sum, s, splat(c[k]));
+  return sum;
+}
+// The same with s^kCount added: a step of it needs no product.
+template <int kCount>
+inline V monic(V s, const float (&c)[kCount]) {
+  V sum = s + c[kCount - 1];
+  for (int k = kCount - 2; k >= 0; --k) sum = fma(sum, s, splat(c[k]));
+  return sum;
 }
 
 #if defined(DYNORM_LOOKUP)
@@ -48,40 +45,41 @@ inline V tanh_(V z) {
   return with_sign(t, z);
 }
 #else
+// tanh a = a P(a^2) / Q(a^2) to 2^-25. No coefficient is negative, so that rounding errors do not grow in sums.
 inline V tanh_(V z) {
-  V a = at_most(magnitude(z), 9.125f);  // 1 to rounding from 9.02 on
-  Exponential e = exponential(a + a);
-  // expm1(2a) keeps its digits near 0; tanh a = m / (m + 2) with m = expm1(2a).
-  V m = fma(e.scale, e.small, e.scale - 1.0f);
-  V inverse = reciprocal(m + 2.0f), t = m * inverse;
-  // What is left of m after t (m + 2), without the rounding of m + 2.
-  V rest = fma(-t, m, fma(t, splat(-2.0f), m));
-  return with_sign(fma(rest, inverse, t), z);
+  constexpr float kP[] = {0x1.342630p+20f, 0x1.4a3044p+17f, 0x1.14f94ap+12f, 0x1.a55fd8p+4f, 0x1.1b9d30p-6f};
+  constexpr float kQ[] = {0x1.342630p+20f, 0x1.1ffad6p+19f, 0x1.ff7e2cp+14f, 0x1.a1e854p+8f};
+  V a = at_most(magnitude(z), 8.8f);  // 1 to rounding from there on
+  V s = a * a;
+  return with_sign(a * polynomial(s, kP) / monic(s, kQ), z);
 }
 #endif
 
+// erf a = a P(a^2) / Q(a^2) to 2^-25, as tanh.
 inline V erf_(V z) {
-  V a = at_most(magnitude(z), 3.925f);  // 1 to rounding from 3.92 on
-  // erf a = -expm1(-w) with w = -log(erfc(a)) = a (c0 + a q(a)), c0 in two parts.
-  V q = fma(a, splat(-0x1.396f52p-17f), splat(0x1.f0ba08p-14f));
-  q = fma(a, q, splat(-0x1.4d5352p-11f));
-  q = fma(a, q, splat(0x1.b679c4p-10f));
-  q = fma(a, q, splat(-0x1.5ce0b8p-13f));
-  q = fma(a, q, splat(-0x1.39bf3ap-6f));
-  q = fma(a, q, splat(0x1.a4f94ap-4f));
-  q = fma(a, q, splat(0x1.45f2fep-1f));
-  q = fma(a, q, splat(-0x1.f7ac92p-25f));
-  V w = fma(a, splat(0x1.20dd76p+0f), a * q);
-  Exponential e = exponential(-w);
-  return with_sign(fma(-e.scale, e.small, 1.0f - e.scale), z);
+  constexpr float kP[] = {0x1.c734f6p+14f, 0x1.2f3546p+12f, 0x1.52bdacp+10f, 0x1.7b6f1cp+6f, 0x1.d80caep+2f, 0x1.bde89ap-5f};
+  constexpr float kQ[] = {0x1.936aa6p+14f, 0x1.934cb4p+13f, 0x1.6d1ba4p+11f, 0x1.7dbb34p+8f, 0x1.d936c4p+4f};
+  V a = at_most(magnitude(z), 3.85f);
+  V s = a * a;
+  return with_sign(a * polynomial(s, kP) / monic(s, kQ), z);
 }
 
-// 2 / sqrt(pi) exp(-z^2), the derivative of erf.
+// 2 / sqrt(pi) exp(-z^2), the derivative of erf, to 2^-23: a power of 2, its exponent a whole number and a rest.
 inline V erf_slope(V z) {
-  V a = -(z * z);
-  Exponential e = exponential(at_least(a, -87.0f));
-  V d = fma(e.scale, e.small, e.scale) * 0x1.20dd76p+0f;
-  return a < -87.0f ? splat(0.0f) : d;
+  constexpr float kPower[] = {0x1.000002p+0f, 0x1.62e428p-1f, 0x1.ebf918p-3f, 0x1.c6b6e4p-5f, 0x1.3d0c52p-7f, 0x1.5c08e6p-10f};
+  const V magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
+  // -127 makes the bits of a 0 below.
+  V exponent = at_least(fma(z * z, splat(-0x1.715476p+0f), splat(0x1.64b2b8p-3f)), -127.0f);
+  V shifted = exponent + magic, rest = exponent - (shifted - magic);
+  I whole = ((I)shifted << 23) + 0x3f800000;
+  return (V)whole * polynomial(rest, kPower);
+}
+
+// erf by its derivative, 1 - slope t p(t) with t = 1 / (1 + c a), to 2^-22 of 1, not of erf: for sums of gradients.
+inline V erf_from_slope(V z, V slope) {
+  constexpr float kP[] = {0x1.cc8e06p-3f, 0x1.5985b0p-2f, -0x1.94336ap-4f, 0x1.3913d8p-1f, -0x1.82d104p-3f};
+  V t = 1.0f / fma(magnitude(z), splat(0.475f), splat(1.0f));
+  return with_sign(fma(slope * t, -polynomial(t, kP), splat(1.0f)), z);
 }
 
 // Far out the function is at its bound to rounding, but the square would overflow.
@@ -135,7 +133,7 @@ inline Derived soft_sign_all(V u, V beta, V grad) {
   return d;
 }
 
-#if defined(DYNORM_RSQRT_BITS)
+#if defined(DYNORM_RSQRT)
 // An estimate of 1 / sqrt(s) of 11 bits, cut to 12 so that its square is exact, and what is to be added to it, as a
 // part of it.
 struct Estimate {
@@ -146,16 +144,10 @@ inline Estimate estimate(V s) {
   V e = fma(-s, r * r, splat(1.0f));
   return {r, e * fma(e, splat(0.375f), splat(0.5f))};
 }
-// To two units of the last place or so: for derivatives.
+// To 2^-22, by one step of Newton's method: for derivatives.
 inline V inverse_root(V s) {
-#if DYNORM_RSQRT_BITS >= 14
-  // From 14 bits one step suffices.
   V r = rsqrt_estimate(s), half = (V)((I)r - 0x800000);
   return fma(fma(-s, r * r, splat(1.0f)), half, r);
-#else
-  Estimate r = estimate(s);
-  return fma(r.inverse, r.correction, r.inverse);
-#endif
 }
 // u / sqrt(s), with what rounding takes from the first product put back.
 inline V over_root(V u, V s) {
@@ -187,7 +179,7 @@ struct Of<kDyisruWide> : Common {
 // cubes do not.
 template <>
 struct Of<kDyisru> : Common {
-#if defined(DYNORM_RSQRT_BITS)
+#if defined(DYNORM_RSQRT)
   static constexpr bool kRooted = true;
   static V value(V u, V square, V) { return over_root(u, square); }
   static V brief(V u, V square) { return u * inverse_root(square); }
@@ -221,8 +213,8 @@ template <>
 struct Of<kDerf> : Common {
   static V value(V u, V alpha, V shift) { return erf_(alpha * u + shift); }
   static Derived all(V u, V alpha, V shift, V grad) {
-    V z = alpha * u + shift;
-    return {grad, erf_(z), grad * erf_slope(z), finite(u)};
+    V z = alpha * u + shift, slope = erf_slope(z);
+    return {grad, erf_from_slope(z, slope), grad * slope, finite(u)};
   }
   static double value(double u, double alpha, double shift) { return __builtin_erf(alpha * u + shift); }
   static DerivedDouble all(double u, double alpha, double shift, double grad) {

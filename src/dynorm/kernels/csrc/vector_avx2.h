@@ -13,9 +13,8 @@ inline V at_least(V a, float bound) { return (V)_mm256_max_ps(_mm256_set1_ps(bou
 inline bool any_above(V a, float bound) {
   return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, _mm256_set1_ps(bound), _CMP_NLE_UQ)) != 0;
 }
-// Of 14 bits or more.
-inline V reciprocal(V a) { return 1.0f / a; }
-#define DYNORM_RSQRT_BITS 11
+// The inverse of a square root, to 11 bits or more.
+#define DYNORM_RSQRT
 inline V rsqrt_estimate(V a) { return (V)_mm256_rsqrt_ps((__m256)a); }
 
 #include "bfloat16.h"
@@ -27,9 +26,14 @@ inline void stream(float* p, V a) { _mm256_stream_ps(p, (__m256)a); }
 inline V load(const Bfloat16* p) {
   return (V)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
 }
+inline __m256i bfloat16_words(V a) { return _mm256_srli_epi32((__m256i)bfloat16_above(a), 16); }
 inline __m128i narrow(const Bfloat16*, V a) {
-  __m256i bits = (__m256i)bfloat16_bits(a);
-  return _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+  const __m256i words = bfloat16_words(a);
+  return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+inline void store_two(Bfloat16* p, V a, V b) {
+  const __m256i words = _mm256_packus_epi32(bfloat16_words(a), bfloat16_words(b));
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(words, 0xd8));
 }
 
 inline V load(const Float16* p) { return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }

@@ -18,9 +18,8 @@ inline bool any_above(V a, float bound) {
 inline V lookup(const float* table, I index) {
   return (V)_mm512_permutexvar_ps((__m512i)index, _mm512_load_ps(table));
 }
-// Of 14 bits or more.
-inline V reciprocal(V a) { return (V)_mm512_rcp14_ps((__m512)a); }
-#define DYNORM_RSQRT_BITS 14
+// The inverse of a square root, to 11 bits or more.
+#define DYNORM_RSQRT
 inline V rsqrt_estimate(V a) { return (V)_mm512_rsqrt14_ps((__m512)a); }
 
 inline V load(const float* p) { return (V)_mm512_loadu_ps(p); }

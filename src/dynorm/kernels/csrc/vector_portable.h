@@ -13,8 +13,6 @@ inline V at_least(V a, float bound) { return a < bound ? splat(bound) : a; }
 inline bool any_above(V a, float bound) {
   return !(a[0] <= bound && a[1] <= bound && a[2] <= bound && a[3] <= bound);
 }
-// Of 14 bits or more.
-inline V reciprocal(V a) { return 1.0f / a; }
 
 #include "bfloat16.h"
 
@@ -27,7 +25,7 @@ inline void store(float* p, V a) { __builtin_memcpy(p, &a, sizeof a); }
 
 inline V load(const Bfloat16* p) { return (V)(I{p[0].bits, p[1].bits, p[2].bits, p[3].bits} << 16); }
 inline void store(Bfloat16* p, V a) {
-  I bits = bfloat16_bits(a);
+  I bits = bfloat16_above(a) >> 16;
   for (int k = 0; k < 4; ++k) p[k].bits = (std::uint16_t)bits[k];
 }
 
