@@ -64,7 +64,7 @@ inline void add_squares(double (&)[1], double (&)[1]) {}
 
 template <int F, class T>
 inline V value_of(V u, V constant, V shift) {
-  if constexpr (Of<F>::kRooted && sizeof(T) == 2) return Of<F>::brief(u, constant);
+  if constexpr (sizeof(T) == 2) return Of<F>::brief(u, constant, shift);
   return Of<F>::value(u, constant, shift);
 }
 template <int F, class T>
