@@ -73,7 +73,8 @@ inline V tanh_(V z) {
   V inverse = 1.0f / (m + 2.0f), t = m * inverse;
   // What is left of m after t (m + 2), without the rounding of m + 2.
   V rest = fma(-t, m, fma(t, splat(-2.0f), m));
-  return fma(rest, inverse, t);
+  // Only -0 has lost its sign.
+  return with_sign(fma(rest, inverse, t), z);
 }
 
 // tanh a = a P(a^2) / Q(a^2), to five units of the last place: half the steps, for results of 16 bits and derivatives.
