@@ -7,7 +7,7 @@ errors are equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,9 @@ def main() -> None:
     mpmath.mp.dps = 40
     print_expm1()
     print_erf()
+    print_quotient("tanh", mpmath.tanh, limit=8.8, degree=4)
+    print_quotient("erf", mpmath.erf, limit=3.85, degree=5)
+    print_erf_slope()
     for row in tanh_table(degree=6).T:
         values = [shortest(value) for value in row]
         print("    {" + ", ".join(values) + "},")
@@ -63,6 +66,47 @@ def print_erf() -> None:
     high = to_float32(c0)
     low = to_float32(c0 - mpmath.mpf(high))
     print("c0 =", high.hex(), "+", low.hex())
+
+
+def print_quotient(name: str, function: Callable[[Any], Any], limit: float, degree: int) -> None:
+    """Print P and Q of f(x) = x P(x^2) / Q(x^2), for x up to a limit; Q's last coefficient is 1.
+
+    Each round divides the weights of a linear fit of x P - f Q by the last Q. In functions.h some
+    coefficients differ in the last bits, by a search for the least error after rounding.
+    """
+    x = (chebyshev_nodes(1500) + 1) / 2 * limit
+    exact = floats(function(mpmath.mpf(value)) for value in x)
+    basis = chebvander(2 * (x / limit) ** 2 - 1, degree)
+    lawson = np.ones_like(x) / len(x)
+    quotient = np.ones_like(x)
+    for _ in range(800):
+        weight = np.sqrt(lawson) / np.abs(quotient) / exact
+        columns = np.hstack([basis * x[:, None], -basis[:, 1:] * exact[:, None]])
+        solution = np.linalg.lstsq(columns * weight[:, None], exact * weight, rcond=1e-16)[0]
+        top = solution[: degree + 1]
+        bottom = np.array([1.0, *solution[degree + 1 :]])
+        quotient = basis @ bottom
+        error = np.abs(x * (basis @ top) / quotient / exact - 1)
+        lawson *= error / error.max() + 1e-12
+        lawson /= lawson.sum()
+    polynomials = []
+    for series in (top, bottom):
+        chebyshev = Chebyshev(series, domain=[0, limit**2])
+        polynomials.append(chebyshev.convert(kind=Polynomial, domain=[-1, 1]).coef)
+    last = polynomials[1][-1]
+    for letter, coefficients in zip("PQ", polynomials, strict=True):
+        print_fit(f"{name}, {letter}", Fit(coefficients / last, error.max()))
+
+
+def print_erf_slope() -> None:
+    """Print 2^r for r up to 1/2, and p of erf(x) = 1 - erf'(x) t p(t) with t = 1 / (1 + 0.475 x)."""
+    r = chebyshev_nodes(3000) / 2
+    print_fit("power of 2", minimax(r, 2**r, 2**-r, degree=5))
+    x = np.linspace(0, 5.2, 1500)
+    slope = 2 / np.sqrt(np.pi) * np.exp(-(x**2))
+    t = 1 / (1 + 0.475 * x)
+    rest = floats(mpmath.erfc(mpmath.mpf(value)) for value in x) / slope
+    print_fit("erf by its slope", minimax(t, rest / t, slope * t, degree=4))
 
 
 def tanh_table(degree: int) -> Array:
