@@ -60,7 +60,9 @@ def readable(wanted: str) -> Iterator[None]:
         raise
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
-        raise StorageError(f"{wanted}, but {cause:.500}") from error
+        raise StorageError(
+            f"{wanted}, but {cause:.500}: look for a file that is missing, cut or damaged"
+        ) from error
 
 
 def listed(names: Collection[str]) -> str:

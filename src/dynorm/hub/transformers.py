@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import auto
@@ -253,7 +252,6 @@ def read_transformers(folder: Path) -> nn.Module:
         )
     options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    require_whole_weights(folder)
     with readable(f"{folder} must hold a {cls.__name__}"):
         model, info = cls.from_pretrained(folder, dtype="auto", **options)
     for kind in ("missing", "unexpected", "mismatched"):
@@ -267,19 +265,6 @@ def read_transformers(folder: Path) -> nn.Module:
             )
     assert isinstance(model, nn.Module)
     return model
-
-
-def require_whole_weights(folder: Path) -> None:
-    """Refuse a folder if a safetensors file is, by its header, cut."""
-    for file in folder.glob("*.safetensors"):
-        try:
-            # Reads the header, which has the length of the file.
-            with safe_open(file, framework="pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise StorageError(
-                f"{file} must be a whole safetensors file, but {error}: it is cut or damaged"
-            ) from error
 
 
 def config_of(model: PreTrainedModel, changes: contents.Contents) -> DynormConfig:

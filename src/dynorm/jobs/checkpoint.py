@@ -12,7 +12,6 @@ from torch import nn
 
 from dynorm.errors import ArgumentError, StorageError, listed, readable, require_library
 from dynorm.jobs.pretrained import Pretrained
-from dynorm.jobs.write import WEIGHTS
 from dynorm.recipe import KINDS
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ class Checkpoint:
         self.device = device
         self.dtype = dtype
         self.gguf = self.source.suffix == ".gguf" and self.source.is_file()
-        self.weights = self._weights()
+        self._require_files()
         self.config = self._read(transformers.AutoConfig)
         names = self.config.architectures or ["ForCausalLM" if self.gguf else ""]
         base = transformers.MODEL_MAPPING.get(type(self.config), None)
@@ -153,13 +152,12 @@ class Checkpoint:
                 break
         self.language_model = self.kind == "texts" and self.auto is not transformers.AutoModel
 
-    def _weights(self) -> Path:
-        """Return the file of the weights, or the folder that has several kinds."""
+    def _require_files(self) -> None:
+        """Check that there is a folder with a config, or a GGUF file that can be read."""
         source = self.source
         if self.gguf:
             require_library("gguf", "reading a GGUF file", "gguf")
-            return source
-        if not (source / "config.json").is_file():
+        elif not (source / "config.json").is_file():
             reason = "has none" if source.exists() else "does not exist"
             wanted = "a folder written by save_pretrained, a .gguf file, or the name of a model on the hub"
             if (source / "model").is_dir():
@@ -167,14 +165,6 @@ class Checkpoint:
             raise StorageError(
                 f"the model must be a folder with a config.json, but {source} {reason}: give {wanted}"
             )
-        weights = [file for file in sorted(source.iterdir()) if file.suffix in WEIGHTS]
-        if not weights:
-            return source
-        if weights[0].suffix == ".safetensors":
-            from dynorm.hub.transformers import require_whole_weights
-
-            require_whole_weights(source)
-        return weights[0]
 
     def load(self) -> Pretrained:
         """Return the model and its tokenizer or processor, ready for batches."""
@@ -248,8 +238,7 @@ class Checkpoint:
         if self.gguf:
             folder = self.source.parent
             options["gguf_file"] = self.source.name
-        title = title or f"{self.weights} and its config"
-        with readable(f"transformers must be able to read {title}"):
+        with readable(f"transformers must be able to read {title or self.source}"):
             return cls.from_pretrained(folder, local_files_only=True, **options)
 
 

@@ -1,6 +1,7 @@
 """Fold the norms of a pretrained model into their neighbours, and save it."""
 
-import inspect
+from __future__ import annotations
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dynorm.errors import ArgumentError, ModelError, listed
+from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold import FoldReport, fold_
 from dynorm.jobs.checkpoint import Checkpoint, local_source, model_name
 from dynorm.jobs.write import require_output, write_out
@@ -42,7 +43,7 @@ def fold_pretrained(
     names = checkpoint.config.architectures or [""]
     model_class = getattr(transformers, names[0], checkpoint.auto)
     model, remarks = checkpoint.model(model_class)
-    inputs: dict[str, Any] = example_of(model)
+    inputs: dict[str, Any] = example_of(model, checkpoint.kind)
     say(f"{type(model).__name__} from {folder}, traced with {', '.join(inputs)}")
     for remark in remarks:
         say(remark)
@@ -65,39 +66,24 @@ def fold_pretrained(
     return report
 
 
-def example_of(model: "PreTrainedModel") -> dict[str, Tensor]:
-    """Return random inputs of a transformers model, by the names of its forward's arguments."""
-    names = set(inspect.signature(model.forward).parameters)
-    config = model.config
+def example_of(model: PreTrainedModel, kind: str | None) -> dict[str, Tensor]:
+    """Return random inputs of a transformers model that takes "texts" or "images"."""
     generator = torch.Generator(device="cpu").manual_seed(0)
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-
-    def ids() -> Tensor:
-        text = getattr(config, "text_config", config)
-        length = _LENGTH
-        limit = getattr(text, "max_position_embeddings", None)
-        if isinstance(limit, int) and limit > 0:
-            length = min(length, limit)
-        # The first ids are often special tokens.
-        first = min(4, text.vocab_size - 1)
-        return torch.randint(first, text.vocab_size, (1, length), generator=generator, device="cpu")
-
-    inputs: dict[str, Tensor] = {}
-    if "pixel_values" in names:
-        vision = getattr(config, "vision_config", config)
-        size = getattr(vision, "image_size", 224)
+    config = model.config
+    if kind == "images":
+        size = getattr(config, "image_size", 224)
         sides = size if isinstance(size, (list, tuple)) else (size, size)
-        shape = (1, getattr(vision, "num_channels", 3), *sides)
+        shape = (1, config.num_channels, *sides)
         pixels = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        inputs["pixel_values"] = pixels.to(dtype)
-    has_vocabulary = getattr(config, "vocab_size", None) or hasattr(config, "text_config")
-    if "input_ids" in names and has_vocabulary:
-        inputs["input_ids"] = ids()
-    if "decoder_input_ids" in names and getattr(config, "is_encoder_decoder", False):
-        inputs["decoder_input_ids"] = ids()
-    if not inputs:
+        return {"pixel_values": pixels.to(model.dtype)}
+    if kind != "texts":
         raise ArgumentError(
             f"the model must take texts or images, but {type(model).__name__} takes "
-            f"{listed(names)}: call dynorm.fold_(model, *example) in Python"
+            f"{model.main_input_name}: call dynorm.fold_(model, *example) in Python"
         )
-    return inputs
+    text = config.get_text_config()
+    length = min(_LENGTH, getattr(text, "max_position_embeddings", None) or _LENGTH)
+    ids = torch.randint(text.vocab_size, (1, length), generator=generator, device="cpu")
+    if config.is_encoder_decoder:
+        return {"input_ids": ids, "decoder_input_ids": ids}
+    return {"input_ids": ids}
