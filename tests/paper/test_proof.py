@@ -253,7 +253,9 @@ def test_the_remaining_difference_is_shown() -> None:
         step = Step(d(y_i), "=", F * (C - y_i**2), "")
     verdict = decide(step, BY_NAME["theorem-1"])
     assert not verdict.proven
-    assert verdict.remains == "-1/(sqrt(n)*sqrt(e**2 + n*v + v))"
+    # One token: n other channels of mean m and variance v, and a channel e above m.
+    rest = sp.sympify(verdict.remains.replace("_", "")).subs({"n": 3, "m": 2, "v": 5, "e": 7})
+    assert float(rest) == pytest.approx(-1 / (3 * (7**2 + 3 * 5 + 5)) ** 0.5)
 
 
 def statement_of(step: Step) -> Statement:

@@ -16,6 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dynorm.errors import ModelError, StorageError
 from dynorm.hub import contents
+from dynorm.plain import JsonObject
 from dynorm.replace.converted import dynorm_layers
 from dynorm.replace.edits import give_bias_
 from dynorm.replace.specs import LayerSpec, apply_specs_
@@ -80,7 +81,7 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 f"the dtypes in {where} must be dtypes by name of a tensor, got {self.dtypes!s:.80}"
             )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the values for JSON."""
         values = dict(vars(self))
         del values["specs"]

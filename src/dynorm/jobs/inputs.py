@@ -16,6 +16,9 @@ from dynorm.jobs.images import Crop
 from dynorm.jobs.pretrained import Pretrained, encode
 from dynorm.plain import JsonObject
 
+Sample = Any  # a list of token ids, or a Crop
+BatchOf = Callable[[Sequence[Sample]], dict[str, Tensor]]  # makes a batch of samples
+
 # Samples made of each image to fit on: the whole image, and squares of it.
 CROPS = 16
 
@@ -24,7 +27,7 @@ CROPS = 16
 class Batches(Sequence[dict[str, Tensor]]):
     """Groups of samples, each made a batch when it is taken, so that memory holds only one."""
 
-    make: Callable[[Any], dict[str, Tensor]]
+    make: BatchOf
     parts: Sequence[Sequence[object]]
 
     def __len__(self) -> int:
@@ -40,7 +43,7 @@ class Batches(Sequence[dict[str, Tensor]]):
 class ShuffledBatches:
     """Batches that are shuffled for each pass; ``make`` takes the samples, a size and a seed."""
 
-    make: Callable[[Sequence[Any], int, int], Sequence[dict[str, Tensor]]]
+    make: Callable[[Sequence[Sample], int, int], Sequence[dict[str, Tensor]]]
     samples: Sequence[object]
     batch_size: int
     seed: int
@@ -57,12 +60,12 @@ class Inputs:
     """Samples of one kind to fit on, and samples from other texts or files to measure on."""
 
     noun: str  # "texts" or "images"
-    fit: list[Any]
-    held_out: list[Any]
+    fit: list[Sample]
+    held_out: list[Sample]
     facts: JsonObject  # the sources, and how many samples there are to fit
-    batch: Callable[[Sequence[Any]], dict[str, Tensor]]  # makes a batch of samples
-    label: Callable[[Any], str]  # names a sample for a reader
-    length: Callable[[Any], float]  # samples of similar length make a batch
+    batch: BatchOf
+    label: Callable[[Sample], str]  # names a sample for a reader
+    length: Callable[[Sample], float]  # samples of similar length make a batch
 
     def batches(self, samples: Sequence[object], size: int, seed: int | None = None) -> Batches:
         """Return samples in batches from short to long; with a seed the batches are shuffled."""

@@ -18,7 +18,7 @@ _FEWEST = 8
 _SUFFIXES = (".txt", ".md", ".rst", ".py")
 
 
-def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False) -> list[str]:
+def read_texts(paths: Iterable[str | Path], *, whole: bool = False) -> list[str]:
     """Read texts from files and folders.
 
     Each paragraph is a text; in a file without blank lines, each line; in a ``.py`` file, the first
@@ -27,8 +27,6 @@ def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False)
     characters and repeated ones are left out, and white space is folded. The order is that of the
     files. A path without any text is a DataError.
     """
-    if isinstance(paths, (str, Path)):
-        paths = [paths]
     texts: list[str] = []
     for path in map(Path, paths):
         before = len(texts)
@@ -39,8 +37,6 @@ def read_texts(paths: str | Path | Iterable[str | Path], *, whole: bool = False)
                 f"texts must have a paragraph or line of {_SHORTEST} characters, but {path} has "
                 "none"
             )
-    if not texts:
-        raise DataError("texts must come from at least one file, got none")
     return list(dict.fromkeys(texts))
 
 

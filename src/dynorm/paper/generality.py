@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from dynorm.paper.fits import CLOSED, FITTED, Fit, closed_form, fit, fit_many, outputs_of
 from dynorm.paper.simulation import Array, Simulation, simulate
+from dynorm.plain import JsonObject
 
 Setting = tuple[int, float, float]  # C, sigma and mean
 
@@ -48,7 +48,7 @@ class Study:
         low, median, high = np.quantile(self.residuals[name], (0.05, 0.5, 0.95)).tolist()
         return median, low, high
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the setting, the residuals and the wins as plain numbers."""
         middles = {}
         for name in FITTED:

@@ -13,6 +13,7 @@ from dynorm.batches import Batch, call, token_masks
 from dynorm.errors import DataError
 from dynorm.guard import undisturbed
 from dynorm.outputs import output_tensor, predicted_ids, require_floating, sample_vectors, unpadded
+from dynorm.plain import JsonObject
 
 Kind = Literal["encoder", "language", "tensor"]
 
@@ -139,7 +140,7 @@ class OutputComparison:
         if not len(cosines):
             return OutputReport(kind, 0)
         least, worst = cosines.min(0)
-        figures: dict[str, Any] = {"worst": int(worst)}
+        figures: JsonObject = {"worst": int(worst)}
         if self._kept:
             originals = torch.cat([original for original, _ in self._kept])
             converted = torch.cat([now for _, now in self._kept])

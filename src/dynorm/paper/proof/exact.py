@@ -12,10 +12,8 @@ equal if the numerator of their difference is the zero polynomial.
 """
 
 import random
-import re
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import sympy as sp
 
@@ -55,17 +53,7 @@ class Verdict:
 
     proven: bool
     # The difference of both sides, or the reason why there is none; nothing if the step is proven.
-    difference: Expr = ""
-
-    @cached_property
-    def remains(self) -> str:
-        """The simplified difference as text; simplifying takes longer than deciding the step."""
-        text = str(self.difference)
-        if not isinstance(self.difference, str):
-            with suppress(*_GIVES_UP):
-                text = str(sp.factor(remainder(self.difference)))
-        # sympy marks the names of dummies with an underscore.
-        return re.sub(r"\b_(?=\w)", "", text)
+    remains: str = ""
 
 
 def decide(step: Step, statement: Statement) -> Verdict:
@@ -164,7 +152,7 @@ def _decide_by_channel(difference: Expr, relation: str) -> Verdict:
         proven = not differs and remainder(difference) == 0
     else:
         proven = _has_sign(remainder(difference), strict=relation == ">")
-    return Verdict(proven, "" if proven else difference)
+    return Verdict(proven, "" if proven else str(difference))
 
 
 def _decide_by_sums(difference: Expr) -> Verdict:

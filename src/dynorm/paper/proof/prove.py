@@ -4,7 +4,6 @@ import fnmatch
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sympy import sstr
 
@@ -13,7 +12,7 @@ from dynorm.paper.proof.exact import Verdict, decide
 from dynorm.paper.proof.numbers import Measured, autograd_error, measure, tokens_for
 from dynorm.paper.proof.statement import Statement, Step
 from dynorm.paper.proof.statements import STATEMENTS
-from dynorm.plain import plain
+from dynorm.plain import JsonObject, plain
 
 # Larger differences from dynorm's float64 are not rounding.
 _ROUNDING = 1e-11
@@ -32,7 +31,7 @@ class CheckedStep:
         """Whether it is proven and no number contradicts it."""
         return self.verdict.proven and self.measured.holds
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the step as JSON can hold it, its formulas as sympy writes them."""
         return {
             "left": sstr(self.step.left, order="none"),
@@ -86,7 +85,7 @@ class CheckedStatement:
         """Whether it is proven and no number contradicts it."""
         return self.proven and self.digits_hold and self.autograd_holds
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the statement as JSON can hold it."""
         return {
             "name": self.statement.name,
@@ -115,15 +114,17 @@ class Report:
         """Whether every statement holds."""
         return all(checked.holds for checked in self.statements)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the report as JSON can hold it; errors that are not finite are None."""
-        report = {
-            "holds": self.holds,
-            "seed": self.seed,
-            "seconds": round(self.seconds, 3),
-            "statements": [checked.to_dict() for checked in self.statements],
-        }
-        return {name: plain(value) for name, value in report.items()}
+        report: JsonObject = plain(
+            {
+                "holds": self.holds,
+                "seed": self.seed,
+                "seconds": round(self.seconds, 3),
+                "statements": [checked.to_dict() for checked in self.statements],
+            }
+        )
+        return report
 
 
 def prove(

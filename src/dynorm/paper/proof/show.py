@@ -50,7 +50,6 @@ def render(report: Report) -> str:
         method=METHOD,
         summary=summary,
         source=_linked_source,
-        equations=equations,
         definitions=_definitions,
         formula=_formula,
         failure=failure,
@@ -134,10 +133,3 @@ def failure(checked: CheckedStep) -> str:
     if checked.verdict.remains:
         line += f"; rest of the difference: {checked.verdict.remains}"
     return line
-
-
-def equations(statement: Statement) -> str:
-    """Return the numbers of a statement's equations, or their names if they have no numbers."""
-    if statement.equations[0].isdigit():
-        return f"eq. {statement.equations}"
-    return statement.equations
