@@ -81,8 +81,8 @@ def test_paths_without_texts(tmp_path: Path) -> None:
         read_texts([tmp_path / "nowhere"])
     with pytest.raises(DataError, match="has none"):
         read_texts([tmp_path])
-    with pytest.raises(DataError, match="file, got none"):
-        read_texts([])
+    # Too few texts are refused where they are split.
+    assert read_texts([]) == []
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
