@@ -293,10 +293,3 @@ def test_wrong_calls_are_refused_before_memory_is_touched() -> None:
         native.forward(x, constant, *absent, 0, False, "scale", x)
     with pytest.raises(ValueError, match="no instruction set"):
         native.choose("cpu-quantum")
-
-
-def test_output_given_is_filled_and_returned() -> None:
-    call, form = make(7, 33, torch.float32, "per channel", DYT), Form(DYT, False, 1.0)
-    out: Tensor = torch.full_like(call.x, NAN)
-    assert _cpu.forward(form, call.x, call.parameters, out=out) is out
-    assert torch.equal(out, _cpu.forward(form, call.x, call.parameters))

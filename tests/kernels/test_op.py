@@ -21,8 +21,8 @@ from torch.testing import assert_close
 import dynorm
 from dynorm import Derf, DyISRU, DyT, LinearControl
 from dynorm.errors import ArgumentError
-from dynorm.kernels import _cpu, _op, backend, pointwise
-from dynorm.kernels._form import FunctionCode, Parameters
+from dynorm.kernels import _cpu, _op, _triton, backend, pointwise
+from dynorm.kernels._form import FunctionCode, Parameters, UnfitError
 from dynorm.layers import PointwiseNorm
 from tests.kernels.definition import KINDS, make
 
@@ -90,10 +90,10 @@ def test_which_tensors_the_kernels_take() -> None:
     def fits(x: Tensor = x, tokens: Tensor | None = None, **parameters: Tensor) -> bool:
         """Both checks, which must agree."""
         named = Parameters(**{"constant": one} | parameters)
-        by_python = _op.fits(x, named, tokens)
+        by_python = _triton.fits(x, named, tokens)
         try:
             _cpu.forward((0, False, 1.0), x, named, tokens)
-        except _cpu.UnfitError:
+        except UnfitError:
             assert not by_python
         else:
             assert by_python

@@ -127,7 +127,7 @@ def test_the_residual_is_added_and_its_gradient_too(dtype: torch.dtype) -> None:
 def test_output_may_be_the_input() -> None:
     call, form = make(7, 1100, torch.float32, "per channel of tokens", DYT), Form(DYT, False, 1.0)
     expected = _triton.forward(form, call.x, call.parameters, call.token_constant)
-    assert _triton.forward(form, call.x, call.parameters, call.token_constant, call.x) is call.x
+    assert _triton.forward(form, call.x, call.parameters, call.token_constant, out=call.x) is call.x
     assert torch.equal(call.x, expected)
 
 

@@ -23,12 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+from dynorm.kernels._form import Fields, Numbers, UnfitError
+
 _log = logging.getLogger("dynorm")
-
-
-class UnfitError(Exception):
-    """The tensors of a call are not as the kernels take them, so the definition must compute."""
 
 
 def name() -> str:
@@ -40,18 +37,23 @@ def name() -> str:
 
 
 def forward(
-    form: Sequence[Any],
+    form: Fields,
     x: Tensor,
-    parameters: Sequence[Tensor | None],
+    parameters: Numbers,
     token_constant: Tensor | None = None,
-    out: Tensor | None = None,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
-    """Return y, of x's shape, dtype and order in memory; in ``out``, which is so, if it is given.
+    """Return y, of x's shape, dtype and order in memory.
+
+    With a residual, y is the function of ``x + residual``, which is written to ``total``.
 
     Raises:
         UnfitError: the tensors are not as the kernels take them.
     """
-    y = torch.empty_like(x) if out is None else out
+    if residual is not None:
+        x = torch.add(x, residual, out=total)
+    y = torch.empty_like(x)
     native = _native()
     if native is None or not native.forward(x, *parameters, token_constant, *form, y):
         raise UnfitError
@@ -59,10 +61,10 @@ def forward(
 
 
 def gradients(
-    form: Sequence[Any],
+    form: Fields,
     grad: Tensor,
     x: Tensor,
-    parameters: Sequence[Tensor | None],
+    parameters: Numbers,
     token_constant: Tensor | None,
     needed: Sequence[bool],
     grad_sum: Tensor | None = None,

@@ -1,14 +1,27 @@
 """A kernel call: its tensors as :class:`Parameters`, the rest as :class:`Form`; and its definition."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from dynorm import functional
 from dynorm.arguments import upcast
+
+
+# The fields of Parameters and of Form: layers pass plain tuples, because a call takes microseconds.
+Numbers = Sequence[Tensor | None]
+Fields = tuple[int, bool, float]
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Of the tensors that a kernel takes: a subclass may be anything.
+PLAIN_TYPES = (Tensor, Parameter)
+
+
+class UnfitError(Exception):
+    """The tensors of a call are not as the kernels take them, so the definition must compute."""
 
 
 class FunctionCode(IntEnum):

@@ -19,16 +19,24 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 from dynorm.arguments import watched_eagerly
 from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu
-from dynorm.kernels._form import FORM, NAMESPACE, TENSORS, Form, Parameters
+from dynorm.kernels._form import (
+    FORM,
+    NAMESPACE,
+    PLAIN_TYPES,
+    TENSORS,
+    Fields,
+    Form,
+    Numbers,
+    Parameters,
+    UnfitError,
+)
 
 ENABLED = os.environ.get("DYNORM_KERNELS", "1") != "0"
 _log = logging.getLogger("dynorm")
-_PLAIN_TYPES = (Tensor, Parameter)
 
 # T, one number per token, makes the constant ``constant + T`` for DyISRU, and ``constant / sqrt(1 +
 # ratio constant^2 T)`` for the functions of a slope.
@@ -79,18 +87,16 @@ def backend(device: torch.device | str = "cpu") -> str:
 
 
 def pointwise(
-    form: Sequence[Any],
+    form: Fields,
     x: Tensor,
     residual: Tensor | None,
-    parameters: Sequence[Tensor | None],
+    parameters: Numbers,
     token_constant: Tensor | None = None,
 ) -> Sequence[Tensor] | None:
     """Return y, and ``x + residual`` if there is a residual; None if only the definition can serve.
 
     y has the shape, dtype and memory order of x. The channels of x come last, also in memory. A
-    residual has its shape and dtype. The definition serves under a tracer, a transform or a mode,
-    for subclasses of Tensor, for dtypes and layouts without a kernel, and for invalid input, so
-    that it raises the error. An x on another device than its parameters is an ArgumentError.
+    residual has its shape and dtype. An x on another device than its parameters is an ArgumentError.
 
     Args:
         form: the fields of :class:`Form`.
@@ -103,17 +109,31 @@ def pointwise(
     others = (residual, *parameters, token_constant)
     if not may_serve(x, *others):
         return None
-    if torch.is_grad_enabled() and wants_gradient(x, *others):
-        return _recorded(form, x, *others)
-    return _by_kernel(form, x, residual, parameters, token_constant)
+    results: Sequence[Tensor] | None
+    if torch.compiler.is_compiling():
+        results = _op(x, *others, *form)
+    elif torch.is_grad_enabled() and wants_gradient(x, *others):
+        results = _record(False, x, *others, *form)
+    else:
+        results = _by_kernel(form, x, residual, parameters, token_constant)
+    return results
 
 
 def may_serve(x: Tensor, *others: Tensor | None) -> bool:
-    """Return whether a kernel may serve a call with these tensors: nothing watches, or it trains."""
+    """Return whether a kernel may serve these tensors, unless it refuses their layout.
+
+    Otherwise the definition serves: where something watches, in compiled inference, for a subclass
+    of Tensor, for integers, so that it raises the error, and where there are no kernels.
+    """
+    if not (ENABLED and x.is_floating_point() and _has_kernels(x.device.type)):
+        return False
+    for tensor in others:
+        if tensor is not None and type(tensor) not in PLAIN_TYPES:
+            return False
     if not torch.compiler.is_compiling():
-        return ENABLED and _is_plain(x)
+        return _is_plain(x)
     is_trained = torch.is_grad_enabled() and wants_gradient(x, *others)
-    return ENABLED and is_trained and not torch.compiler.is_exporting()
+    return is_trained and type(x) in PLAIN_TYPES and not torch.compiler.is_exporting()
 
 
 def traced(*tensors: Tensor) -> bool:
@@ -130,8 +150,9 @@ def _is_plain(tensor: Tensor) -> bool:
     """Return whether nothing watches this tensor in eager mode."""
     if watched_eagerly() or forward_ad._current_level >= 0:
         return False
-    # Zeros of autograd have no memory.
-    return type(tensor) in _PLAIN_TYPES and not tensor._is_zerotensor()
+    # Zeros of autograd have no memory, and neither have the tensors of is_grads_batched.
+    has_memory = not (tensor._is_zerotensor() or is_legacy_batchedtensor(tensor))
+    return type(tensor) in PLAIN_TYPES and has_memory
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
@@ -140,21 +161,6 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
         if tensor is not None and tensor.requires_grad:
             return True
     return False
-
-
-def _recorded(form: Sequence[Any], x: Tensor, *others: Tensor | None) -> Sequence[Tensor] | None:
-    """Return the results of a call that autograd records; None if only the definition can serve."""
-    if not x.is_floating_point() or not _has_kernels(x.device.type):
-        return None
-    for tensor in (x, *others):
-        if tensor is not None and type(tensor) not in _PLAIN_TYPES:
-            return None
-    results: Sequence[Tensor]
-    if torch.compiler.is_compiling():
-        results = _op(x, *others, *form)
-    else:
-        results = _record(False, x, *others, *form)
-    return results
 
 
 def _has_kernels(device: str) -> bool:
@@ -209,25 +215,18 @@ class _Pointwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None = None) -> Any:
         tensors = ctx.saved_tensors
-        x = tensors[0]
         # Of `by_op`, x, the residual and the others.
         _, need_x, need_residual, *need_others = ctx.needs_input_grad[:9]
         needed = [need_x or need_residual, *need_others]
         if grad is None:
-            grad = torch.zeros_like(x)
-        arguments = (grad, grad_sum, *tensors, *ctx.form, needed)
-        # A second derivative is wanted, or something watches; is_grads_batched brings tensors
-        # without memory.
-        is_batched = is_legacy_batchedtensor(grad) or (
-            grad_sum is not None and is_legacy_batchedtensor(grad_sum)
-        )
-        if torch.is_grad_enabled() or is_batched or (traced(grad, x) and not ctx.by_op):
-            found = _plain_gradients(*arguments)
-        elif ctx.by_op:
-            found = _op_backward(*arguments)
-        else:
-            found = _gradients(*arguments)
-        in_order = iter(found)
+            grad = torch.zeros_like(tensors[0])
+        gradients = _op_backward if ctx.by_op else _gradients
+        incoming = [grad] if grad_sum is None else [grad, grad_sum]
+        is_watched = not ctx.by_op and traced(tensors[0], *incoming)
+        # A second derivative is that of the definition.
+        if torch.is_grad_enabled() or is_watched:
+            gradients = _plain_gradients
+        in_order = iter(gradients(grad, grad_sum, *tensors, *ctx.form, needed))
         of_x, *of_others = [next(in_order) if need else None for need in needed]
         of_residual = of_x if need_residual else None
         return (None, of_x if need_x else None, of_residual, *of_others, None, None, None)
@@ -238,66 +237,33 @@ _record: Any = _Pointwise.apply
 
 
 def _by_kernel(
-    form: Sequence[Any],
+    form: Fields,
     x: Tensor,
     residual: Tensor | None,
-    parameters: Sequence[Tensor | None],
+    parameters: Numbers,
     token_constant: Tensor | None,
 ) -> list[Tensor] | None:
     """Return the results of the op; None if no kernel takes these tensors."""
-    if x.is_cpu:
-        total = x if residual is None else x + residual
-        try:
-            y = _cpu.forward(form, total, parameters, token_constant)
-        except _cpu.UnfitError:
-            require_one_device(x, *parameters)
-            return None
-        return [y] if residual is None else [y, total]
-    kernels = _kernels_of(x.device.type)
-    named: Any = Parameters(*parameters)  # type: ignore[arg-type]
-    if kernels is None or not fits(x, named, token_constant):
-        require_one_device(x, *parameters)
-        return None
-    total = x
-    given: list[Tensor | None] = [None, None]
+    total = None
     if residual is not None:
         total = torch.empty_like(x)
-        given = [_laid_like(x, residual), total]
-    y = kernels.forward(Form(*form), x, named, token_constant, None, *given)
-    return [y] if residual is None else [y, total]
-
-
-def _gradients_by_kernel(
-    form: Form,
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    tensors: Sequence[Any],
-    needed: Sequence[bool],
-) -> list[Tensor | None] | None:
-    """Return the gradients of x, the parameters and the tokens' numbers; None as above."""
-    x, *parameters, token_constant = tensors
-    call = (x, Parameters(*parameters), token_constant)
-    # The kernels read x and its gradients in one order; a view may have another sign.
-    grad = _laid_like(x, grad)
-    if grad_sum is not None:
-        grad_sum = _laid_like(x, grad_sum)
-    if x.is_cpu:
-        try:
-            return _cpu.gradients(form, grad, *call, needed, grad_sum)
-        except _cpu.UnfitError:
-            return None
+        residual = _laid_like(x, residual)
     kernels = _kernels_of(x.device.type)
-    if kernels is None or not fits(*call):
-        return None
-    found: list[Tensor | None] = kernels.gradients(form, grad, *call, needed, grad_sum)
-    return found
+    if kernels is not None:
+        try:
+            y = kernels.forward(form, x, parameters, token_constant, residual, total)
+        except UnfitError:
+            require_one_device(x, *parameters)
+        else:
+            return [y] if total is None else [y, total]
+    return None
 
 
-def _laid_like(x: Tensor, grad: Tensor) -> Tensor:
-    """Return a gradient in the memory order of x."""
-    if grad.stride() == x.stride() and not grad.is_neg():
-        return grad
-    return torch.empty_like(x).copy_(grad)
+def _laid_like(x: Tensor, other: Tensor) -> Tensor:
+    """Return a tensor in the memory order of x, with its own sign and not that of a view."""
+    if other.stride() == x.stride() and not other.is_neg():
+        return other
+    return torch.empty_like(x).copy_(other)
 
 
 def require_one_device(x: Tensor, *parameters: Tensor | None) -> None:
@@ -310,77 +276,54 @@ def require_one_device(x: Tensor, *parameters: Tensor | None) -> None:
             )
 
 
-def fits(x: Tensor, parameters: Parameters, token_constant: Tensor | None) -> bool:
-    """Return whether the Triton kernels take these tensors; the C++ kernels say so themselves."""
-    tensors = [tensor for tensor in (x, *parameters) if tensor is not None]
-    for tensor in tensors:
-        is_plain = type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided
-        if not is_plain or tensor.dtype not in _cpu.DTYPES or tensor.is_neg():
-            return False
-    if not x.ndim or not x.shape[-1] or not _is_dense(x):
-        return False
-    each_channel = x.shape[-1:]
-    for name, parameter in parameters._asdict().items():
-        if parameter is None:
-            continue
-        one_in_all = parameter.shape == (1,) and name not in ("weight", "bias")
-        if not one_in_all and (parameter.shape != each_channel or not parameter.is_contiguous()):
-            return False
-        if parameter.device != x.device:
-            return False
-    if token_constant is None:
-        return True
-    strides = tuple(stride // x.shape[-1] for stride in x.stride()[:-1])
-    return (
-        type(token_constant) is Tensor
-        and token_constant.dtype in (torch.float32, torch.float64)
-        and token_constant.shape == x.shape[:-1]
-        and token_constant.stride() == strides
-        and token_constant.device == x.device
-    )
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Return whether x fills its memory in some order of its axes, with the channels innermost."""
-    if x.is_contiguous():
-        return True
-    return x.stride(-1) == 1 and torch.empty_like(x, device="meta").stride() == x.stride()
-
-
 def _values(*arguments: Any) -> list[Tensor]:
     """Return the results of the op, by a kernel if one serves."""
-    x, residual, *numbers, token_constant = arguments[:8]
-    form, parameters = Form(*arguments[8:]), Parameters(*numbers)
+    x, residual, *parameters, token_constant = arguments[:8]
+    form = Form(*arguments[8:])
     results = _by_kernel(form, x, residual, parameters, token_constant)
     if results is not None:
         return results
     total = x if residual is None else x + residual
-    y = torch.empty_like(total).copy_(form.definition(total, parameters, token_constant))
+    defined = form.definition(total, Parameters(*parameters), token_constant)
+    y = torch.empty_like(total).copy_(defined)
     return [y] if residual is None else [y, total]
 
 
 def _gradients(*arguments: Any) -> list[Tensor]:
-    """Return the results of the op's backward pass, by a kernel if one serves."""
-    grad, grad_sum, *tensors = arguments[:9]
-    form, needed = Form(*arguments[9:12]), arguments[12]
-    found = _gradients_by_kernel(form, grad, grad_sum, tensors, needed)
-    if found is None:
-        leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
-        return _plain_gradients(grad, grad_sum, *leaves, *arguments[9:])
+    """Return the results of the op's backward pass, by a kernel if one serves.
+
+    They are the gradients that are needed, of x, of the parameters and of the tokens' numbers.
+    """
+    grad, grad_sum, x, *parameters, token_constant = arguments[:9]
+    form, needed = arguments[9:12], arguments[12]
+    kernels = _kernels_of(x.device.type)
+    if kernels is None:
+        return _plain_gradients(*arguments)
+    grad = _laid_like(x, grad)
+    if grad_sum is not None:
+        grad_sum = _laid_like(x, grad_sum)
+    try:
+        found = kernels.gradients(form, grad, x, parameters, token_constant, needed, grad_sum)
+    except UnfitError:
+        return _plain_gradients(*arguments)
     return [gradient for gradient in found if gradient is not None]
 
 
 def _plain_gradients(*arguments: Any) -> list[Tensor]:
-    """Return the gradients by the definition, which can be differentiated again."""
-    grad, grad_sum, x, *numbers, token_constant = arguments[:9]
+    """Return the same by the definition, which can be differentiated again."""
+    grad, grad_sum, *tensors = arguments[:9]
     form, needed = Form(*arguments[9:12]), arguments[12]
     again = torch.is_grad_enabled()
+    inputs: list[Tensor] = []
     with torch.enable_grad():
-        # Views, so that a gradient is that of the call alone: T may itself depend on x.
-        tensors: list[Any] = []
-        for tensor in (x, *numbers, token_constant):
-            tensors.append(None if tensor is None else tensor.view_as(tensor))
-        inputs = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
+        for place, tensor in enumerate(tensors):
+            if needed[place]:
+                # A view, so that a gradient is that of the call alone: T may itself depend on x.
+                tensors[place] = tensor.view_as(tensor)
+                # Compiled code does not record anything.
+                if not tensor.requires_grad:
+                    tensors[place].requires_grad_()
+                inputs.append(tensors[place])
         y = form.definition(tensors[0], Parameters(*tensors[1:6]), tensors[6])
         found = torch.autograd.grad(y, inputs, grad, create_graph=again, materialize_grads=True)
     gradients = list(found)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynorm.kernels._form import Form, Parameters
+from dynorm.kernels._form import DTYPES, PLAIN_TYPES, Fields, Numbers, Parameters, UnfitError
 
 # The least that Triton for NVIDIA supports.
 _CAPABILITY = (8, 0)
@@ -22,6 +22,7 @@ _TILE = 1024
 # Programs of a backward pass that run on one multiprocessor at the same time.
 _RESIDENT = 6
 _PARAMETERS = len(Parameters._fields)
+_WEIGHT = Parameters._fields.index("weight")
 # The bit of the tokens' gradient, behind that of x and those of the parameters.
 _TOKENS = _PARAMETERS + 1
 # The gradients of one buffer begin at multiples of this number of elements.
@@ -62,20 +63,25 @@ def interpreted() -> bool:
 
 
 def forward(
-    form: Form,
+    form: Fields,
     x: Tensor,
-    parameters: Parameters,
+    parameters: Numbers,
     token_constant: Tensor | None = None,
-    out: Tensor | None = None,
     residual: Tensor | None = None,
     total: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return ``y = weight * scale * f(x + residual - center) + bias`` of contiguous x, in one pass.
+    """Return ``y = weight * scale * f(x + residual - center) + bias`` of x, in one pass.
 
     It is written to ``out`` if that is given, and ``x + residual`` to ``total``, which comes with a
     residual. Both are computed in float32, in float64 for float64, and rounded once to the dtype of
     x.
+
+    Raises:
+        UnfitError: the tensors are not as the kernels take them.
     """
+    if not fits(x, parameters, token_constant):
+        raise UnfitError
     y = torch.empty_like(x) if out is None else out
     if not x.numel():
         return y
@@ -93,10 +99,10 @@ def forward(
 
 
 def gradients(
-    form: Form,
+    form: Fields,
     grad: Tensor,
     x: Tensor,
-    parameters: Parameters,
+    parameters: Numbers,
     token_constant: Tensor | None,
     needed: Sequence[bool],
     grad_total: Tensor | None = None,
@@ -105,7 +111,12 @@ def gradients(
 
     A gradient that is not needed is None. The sums have the same bits at every call. With a residual
     ``x`` is ``x + residual``, and ``grad_total`` its gradient by what else uses it, which is added.
+
+    Raises:
+        UnfitError: the tensors are not as the kernels take them.
     """
+    if not fits(x, parameters, token_constant):
+        raise UnfitError
     tensors = (x, *parameters, token_constant)
     wanted = 0
     for place, (tensor, need) in enumerate(zip(tensors, needed, strict=True)):
@@ -131,10 +142,10 @@ def gradients(
 
 
 def _backward(
-    form: Form,
+    form: Fields,
     grad: Tensor,
     x: Tensor,
-    parameters: Parameters,
+    parameters: Numbers,
     token_constant: Tensor | None,
     grad_total: Tensor | None,
     wanted: int,
@@ -185,13 +196,51 @@ def _backward(
     return buffer.as_strided_(x.shape, x.stride())
 
 
-def choices(form: Form, parameters: Parameters, channels: int) -> Choices:
+def fits(x: Tensor, parameters: Numbers, token_constant: Tensor | None) -> bool:
+    """Return whether the kernels take these tensors."""
+    for tensor in (x, *parameters):
+        if tensor is None:
+            continue
+        is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
+        if not is_plain or tensor.dtype not in DTYPES or tensor.is_neg():
+            return False
+        if tensor.device != x.device:
+            return False
+    if not x.ndim or not x.shape[-1] or not _is_dense(x):
+        return False
+    for place, parameter in enumerate(parameters):
+        # Weight and bias have one number per channel.
+        if parameter is None or (place < _WEIGHT and parameter.shape == (1,)):
+            continue
+        if parameter.shape != x.shape[-1:] or not parameter.is_contiguous():
+            return False
+    if token_constant is None:
+        return True
+    strides = tuple(stride // x.shape[-1] for stride in x.stride()[:-1])
+    return (
+        type(token_constant) is Tensor
+        and token_constant.dtype in (torch.float32, torch.float64)
+        and token_constant.shape == x.shape[:-1]
+        and token_constant.stride() == strides
+        and token_constant.device == x.device
+    )
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Return whether x fills its memory in some order of its axes, with the channels innermost."""
+    if x.is_contiguous():
+        return True
+    return x.stride(-1) == 1 and torch.empty_like(x, device="meta").stride() == x.stride()
+
+
+def choices(form: Fields, parameters: Numbers, channels: int) -> Choices:
     """Return the choices that a kernel is compiled for."""
     many = 0
     for place, parameter in enumerate(parameters):
         if parameter is None or parameter.numel() == channels:
             many |= 1 << place
-    return Choices(int(form.function), form.logarithmic, form.scale, many, channels)
+    function, logarithmic, scale = form
+    return Choices(int(function), logarithmic, scale, many, channels)
 
 
 def tile(channels: int) -> tuple[int, int]:
