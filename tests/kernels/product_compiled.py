@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from benchmarks.static import AMPERE, HOPPER, code_of, product_kernel
-from dynorm.kernels._triton_product import FEW_ROWS, MANY_ROWS, Tile
+from dynorm.kernels._triton_product import FEW_ROWS, LARGE, ONE_ROW, SMALL, Tile
 
 
-@pytest.mark.parametrize("tile", [MANY_ROWS[0], MANY_ROWS[1]])
+@pytest.mark.parametrize("tile", [SMALL, LARGE])
 def test_product_uses_hopper_s_tensor_cores_and_copy_engine(tile: Tile) -> None:
     ptx = product_kernel(HOPPER, "bf16", tile, transposed=False).asm["ptx"]
     assert "wgmma.mma_async" in ptx
@@ -21,9 +21,9 @@ def test_product_uses_hopper_s_tensor_cores_and_copy_engine(tile: Tile) -> None:
 @pytest.mark.parametrize(
     ("target", "dtype", "tile", "transposed"),
     [
-        (HOPPER, "fp16", FEW_ROWS[0], True),
-        (AMPERE, "bf16", FEW_ROWS[1], False),
-        (AMPERE, "fp16", MANY_ROWS[0], True),
+        (HOPPER, "fp16", ONE_ROW, True),
+        (AMPERE, "bf16", FEW_ROWS, False),
+        (AMPERE, "fp16", SMALL, True),
     ],
 )
 def test_every_kind_compiles_with_64_bit_offsets(

@@ -11,7 +11,6 @@ from torch.nn import Parameter
 from dynorm import functional
 from dynorm.arguments import upcast
 
-
 # The fields of Parameters and of Form: layers pass plain tuples, because a call takes microseconds.
 Numbers = Sequence[Tensor | None]
 Fields = tuple[int, bool, float]

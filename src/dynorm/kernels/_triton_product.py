@@ -8,25 +8,21 @@ element.
 # mypy: ignore-errors
 # ruff: noqa: N803, N806
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
-from triton.testing import do_bench
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dynorm.kernels._form import Form, Parameters
-from dynorm.kernels._triton import ceil_divide, choices, interpreted, processors
+from dynorm.kernels._form import Fields, Numbers
+from dynorm.kernels._triton import ceil_divide, choices, processors
 from dynorm.kernels._triton_functions import parameter
 from dynorm.kernels._triton_kernels import layer_of
 
-# Up to this number of rows, as in decoding, the weights are most of the traffic.
-_FEW_ROWS = 64
 # The interpreter multiplies the bits of bfloat16; in float32 the products are right.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -41,25 +37,41 @@ class Tile(NamedTuple):
     stages: int
 
 
-FEW_ROWS = (
-    Tile(16, 32, 128, 4, 5),
-    Tile(16, 16, 256, 4, 4),
-    Tile(32, 32, 128, 4, 5),
-    Tile(64, 32, 128, 4, 4),
-)
-MANY_ROWS = (
-    Tile(64, 64, 64, 4, 5),
-    Tile(128, 256, 64, 8, 3),
-    Tile(128, 256, 64, 8, 4),
-    Tile(256, 128, 64, 8, 3),
-    Tile(128, 128, 64, 8, 4),
-    Tile(64, 128, 64, 4, 4),
-)
-_fastest: dict[Hashable, Tile] = {}
+# The weights are most of the traffic, as in decoding.
+ONE_ROW = Tile(16, 32, 128, 4, 5)
+FEW_ROWS = Tile(64, 32, 128, 4, 4)
+SMALL = Tile(64, 64, 64, 4, 5)
+# The fastest where there are enough of them for all multiprocessors.
+LARGE = Tile(128, 256, 64, 8, 3)
+# The shared memory that it needs, with some to spare.
+_LARGE_MEMORY = 160 * 1024
+
+
+def tile_for(rows: int, channels: int, device: torch.device) -> Tile:
+    """Return the tile for a product. Nothing is timed, so that a CUDA graph can be captured at once."""
+    if rows <= ONE_ROW.rows:
+        return ONE_ROW
+    if rows <= FEW_ROWS.rows:
+        return FEW_ROWS
+    tiles = ceil_divide(rows, LARGE.rows) * ceil_divide(channels, LARGE.columns)
+    if tiles < processors(device) or _shared_memory(device) < _LARGE_MEMORY:
+        return SMALL
+    return LARGE
+
+
+@lru_cache
+def _shared_memory(device: torch.device) -> int:
+    """Return the bytes that a program may share; enough in the interpreter."""
+    if device.type != "cuda":
+        return _LARGE_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def can_multiply(*tensors: Tensor | None) -> bool:
     """Return whether the kernel takes a product's tensors: rows of 16 bits that the copy engine can load."""
+    if torch.version.hip is not None:
+        # No tile was chosen for these GPUs.
+        return False
     for tensor in tensors:
         if tensor is None:
             continue
@@ -74,8 +86,8 @@ def product(
     weight: Tensor,
     transposed: bool,
     pointers: Sequence[Tensor | None],
-    parameters: Parameters,
-    form: Form,
+    parameters: Numbers,
+    form: Fields,
     total: Tensor | None,
     y: Tensor,
 ) -> None:
@@ -88,9 +100,10 @@ def product(
     a = x.view(-1, x.shape[-1])
     rows, depth = a.shape
 
-    def launch(tile: Tile) -> None:
-        tiles = ceil_divide(rows, tile.rows) * ceil_divide(channels, tile.columns)
-        block = [tile.depth, tile.columns] if transposed else [tile.columns, tile.depth]
+    tile = tile_for(rows, channels, x.device)
+    tiles = ceil_divide(rows, tile.rows) * ceil_divide(channels, tile.columns)
+    block = [tile.depth, tile.columns] if transposed else [tile.columns, tile.depth]
+    with torch.cuda.device_of(x):
         # One program per multiprocessor computes several tiles.
         product_kernel[(min(processors(x.device), tiles),)](
             TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]),
@@ -104,32 +117,6 @@ def product(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-
-    with torch.cuda.device_of(x):
-        # The best tile depends on the number of rows, by powers of 2.
-        key = (x.device, x.dtype, rows.bit_length(), channels, depth, transposed)
-        launch(_tile_for(key, FEW_ROWS if rows <= _FEW_ROWS else MANY_ROWS, launch))
-
-
-def _tile_for(key: Hashable, tiles: tuple[Tile, ...], launch: Callable[[Tile], None]) -> Tile:
-    """Return the fastest tile, timed when this kind of call is first seen; the first if none can be timed.
-
-    Triton's own autotuner would break the capture of a CUDA graph.
-    """
-    if key not in _fastest:
-        if interpreted() or torch.cuda.is_current_stream_capturing():
-            return tiles[0]
-        times = {}
-        for tile in tiles:
-            try:
-                times[tile] = do_bench(
-                    partial(launch, tile), warmup=5, rep=20, return_mode="median"
-                )
-            except OutOfResources:
-                # This GPU has too little shared memory.
-                continue
-        _fastest[key] = min(times, key=times.get)
-    return _fastest[key]
 
 
 @triton.jit

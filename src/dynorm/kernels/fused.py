@@ -6,6 +6,7 @@ over the graph of a compiled model finds ``layer(product(x) + residual)`` and pu
 """
 
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F  # noqa: N812
 
 from dynorm.kernels import _triton
-from dynorm.kernels._form import FORM, NAMESPACE, TENSORS, Form, Parameters
+from dynorm.kernels._form import FORM, NAMESPACE, TENSORS
 from dynorm.kernels._traced import definition
 
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -26,10 +27,12 @@ _library.define(
     f"Tensor? factor, Tensor? residual, bool keep_total, {TENSORS}, {FORM}) -> (Tensor, Tensor)"
 )
 _op = getattr(torch.ops, NAMESPACE).product.default
-# An fx.Node: its arguments have no one type.
+# An fx.Node, or a number in its place: the arguments of a node have no one type.
 Node = Any
-_ADDITIONS = (operator.add, operator.iadd, torch.add)
+# Not ``+=``, which also changes what the tensor's other names see.
+_ADDITIONS = (operator.add, torch.add)
 _FACTORS = (operator.mul, torch.mul)
+_CHANNELS = slice(-1, None)
 
 
 def compile_options(**options: Any) -> dict[str, Any]:
@@ -59,7 +62,7 @@ class FuseProducts(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Put the op in the place of every layer with a product before it."""
         for layer in graph.find_nodes(op="call_function", target=definition):
-            total = _unchanged(layer.args[0])
+            total = _source(layer.args[0])
             product = _product_in(total)
             y = _value(layer)
             # The op has no gradient, and its results lie in memory in the usual order.
@@ -79,54 +82,67 @@ class _Product(NamedTuple):
     x: Node
     weight: Node
     transposed: bool
-    bias: Any = None
-    factor: Any = None
-    residual: Any = None
+    bias: Node = None
+    factor: Node = None
+    residual: Node = None
 
 
 def _product_in(total: Node) -> _Product | None:
-    """Return the product, with a residual or without, whose result is ``total``."""
-    product = _product(total, total)
-    if product is not None:
-        # The op has the shape of x, where it has no residual.
-        return None if product.transposed else product
-    if total.target in _ADDITIONS and not total.kwargs:
-        for end, residual in (total.args, total.args[::-1]):
-            product = _product(end, total)
-            if product is not None and _is_like(residual, total):
-                return product._replace(residual=residual)
+    """Return the product that ``total`` is, with a factor for each channel and a residual if it has them.
+
+    The values on the way must be used nowhere else.
+    """
+    for scaled, residual in _operands(total, total, _ADDITIONS):
+        if residual is not None and not _is_like(residual, total):
+            continue
+        for end, factor in _operands(scaled, total, _FACTORS):
+            if factor is not None and not _is_like(factor, total, _CHANNELS):
+                continue
+            product = _linear(_inner(end, total), total)
+            # Without a residual the op has the shape of x, and Conv1D flattens its x.
+            if product is not None and not (product.transposed and residual is None):
+                return product._replace(factor=factor, residual=residual)
     return None
 
 
-def _product(end: Any, total: Node) -> _Product | None:
-    """Return the product, with its factor for each channel, that ends in a node and is used nowhere else."""
-    if not _is_like(end, total):
-        return None
-    node = _unchanged(end)
-    if len(node.users) > 1 and node is not total:
-        return None
-    if node.target in _FACTORS:
-        for value, factor in (node.args, node.args[::-1]):
-            product = _product(value, total)
-            if product is not None and _has_one_per_channel(factor, total):
-                return product._replace(factor=factor)
+def _operands(end: Node, total: Node, targets: Sequence[object]) -> list[tuple[Node, Node]]:
+    """Return both operands of a sum or of a factor, in both orders; else the value and None."""
+    node = _inner(end, total)
+    if node is None or node.target not in targets or node.kwargs:
+        return [(end, None)]
+    first, second = node.args
+    return [(first, second), (second, first)]
+
+
+def _linear(node: Node, total: Node) -> _Product | None:
+    """Return the product of matrices that a node is."""
+    if node is None or node.kwargs:
         return None
     product = None
-    if node.target is F.linear and not node.kwargs:
+    if node.target is F.linear:
         x, weight, *bias = node.args
         product = _Product(x, weight, False, *bias)
     elif node.target == "view" and node.args[0].target is torch.addmm and not node.args[0].kwargs:
         # Conv1D of transformers.
         bias, x, weight = node.args[0].args
         product = _Product(x, weight, True, bias)
+        if _value(weight).shape[1] != _value(total).shape[-1]:
+            return None
     if product is None or not all(_has_dtype(tensor, total) for tensor in product[:2]):
         # Another dtype is that of autocast.
         return None
-    channels = _value(product.weight).shape[int(product.transposed)]
-    return product if channels == _value(total).shape[-1] else None
+    return product
 
 
-def _unchanged(node: Node) -> Node:
+def _inner(end: Node, total: Node) -> Node:
+    """Return the node whose value ``end`` is; None if it is not like the total, or used elsewhere."""
+    if not _is_like(end, total):
+        return None
+    node = _source(end)
+    return node if node is total or len(node.users) == 1 else None
+
+
+def _source(node: Node) -> Node:
     """Go back over nodes that change nothing, and that nothing else uses."""
     while len(node.users) == 1 and node.args and _is_like(node.args[0], node):
         inactive = node.target is F.dropout and False in (
@@ -139,46 +155,36 @@ def _unchanged(node: Node) -> Node:
     return node
 
 
-def _value(node: Any) -> Any:
+def _value(node: Node) -> Any:
     """Return the tensor that represents a node's value; None for a number or a sharded tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, FakeTensor) else None
 
 
-def _has_dtype(node: Any, total: Node) -> bool:
+def _has_dtype(node: Node, other: Node) -> bool:
     value = _value(node)
-    return value is not None and bool(value.dtype == _value(total).dtype)
+    return value is not None and bool(value.dtype == _value(other).dtype)
 
 
-def _is_like(node: Any, total: Node) -> bool:
-    return _has_dtype(node, total) and bool(_value(node).shape == _value(total).shape)
-
-
-def _has_one_per_channel(node: Any, total: Node) -> bool:
-    return _has_dtype(node, total) and bool(_value(node).shape == _value(total).shape[-1:])
+def _is_like(node: Node, other: Node, axes: slice = slice(None)) -> bool:
+    """Return whether a value has the dtype of another, and the shape of its ``axes``."""
+    return _has_dtype(node, other) and bool(_value(node).shape == _value(other).shape[axes])
 
 
 def _replace(graph: fx.Graph, layer: Node, total: Node, product: _Product) -> None:
-    """Put the op in the place of a layer, and of its input if something else uses that too."""
+    """Put the op in the place of a layer, and of its input if something else uses that too.
+
+    The nodes that it replaces stay, unused, and compilers drop them.
+    """
+    is_kept = len(total.users) > 1
     with graph.inserting_before(layer):
-        op = graph.call_function(_op, (*product, True, *layer.args[1:]))
+        op = graph.call_function(_op, (*product, is_kept, *layer.args[1:]))
         new_total, y = [graph.call_function(operator.getitem, (op, place)) for place in range(2)]
-    y.meta["example_value"] = layer.meta["example_value"]
-    new_total.meta["example_value"] = total.meta["example_value"]
+    for old, new in ((layer, y), (total, new_total)):
+        new.meta["example_value"] = old.meta["example_value"]
     layer.replace_all_uses_with(y)
-    node = layer
-    while node is not total:
-        node, changed_nothing = node.args[0], node
-        graph.erase_node(changed_nothing)
-    if not total.users:
-        op.update_arg(len(product), False)
-    total.replace_all_uses_with(new_total)
-    superfluous = [total]
-    while superfluous:
-        node = superfluous.pop()
-        if not node.users and node.op != "placeholder":
-            superfluous += node.all_input_nodes
-            graph.erase_node(node)
+    if is_kept:
+        total.replace_all_uses_with(new_total)
 
 
 def _compute(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -193,8 +199,7 @@ def _compute(*arguments: Any) -> tuple[Tensor, Tensor]:
         if _triton_product.can_multiply(x, weight, residual):
             kept = total if keep_total else None
             others = (product_bias, factor, residual)
-            parameters, form = Parameters(*layer[:5]), Form(*layer[5:])
-            _triton_product.product(x, weight, transposed, others, parameters, form, kept, y)
+            _triton_product.product(x, weight, transposed, others, layer[:5], layer[5:], kept, y)
             return total, y
     result = F.linear(x, weight.t() if transposed else weight, product_bias)
     if factor is not None:
