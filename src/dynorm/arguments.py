@@ -202,6 +202,8 @@ def parameter(name: str, value: Tensor | None, z: Tensor, axis: int) -> Tensor |
 
 def along(value: Tensor, z: Tensor, axis: int) -> Tensor:
     """Lay a vector along an axis of ``z``, counted from the front."""
+    if axis == z.ndim - 1:
+        return value
     return value.reshape([-1 if d == axis else 1 for d in range(z.ndim)])
 
 

@@ -168,7 +168,8 @@ class SiteFit:
         shape = layer.normalized_shape
         layer.set_slope_(solution.beta.reshape(shape) if layer.per_channel else solution.beta[:1])
         if self._factor is not None:
-            layer.set_factor_(solution.weight)
+            assert layer.weight is not None
+            layer.weight.copy_((solution.weight - layer.weight_offset).reshape(shape))
             if layer.bias is not None:
                 layer.bias.copy_(solution.bias.reshape(shape))
 

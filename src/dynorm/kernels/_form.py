@@ -87,13 +87,29 @@ class Form(NamedTuple):
         return constant * torch.rsqrt(1 + ratio * constant.square() * total)
 
     def definition(
-        self, x: Tensor, parameters: Parameters, token_constant: Tensor | None = None
+        self,
+        x: Tensor,
+        parameters: Parameters,
+        token_constant: Tensor | None = None,
+        *,
+        dim: int = -1,
+        witnesses: Tensor | None = None,
+        gain: Tensor | None = None,
     ) -> Tensor:
-        """Return y by the definition, which can be differentiated again."""
+        """Return y by the formula in ``dynorm.functional``, which can be differentiated again."""
         constants = [self.constant(parameters.constant)]
         if token_constant is not None:
             constants = [self.of_token(constants[0], token_constant)]
         if self.function == FunctionCode.DERF and parameters.shift is not None:
             constants.append(parameters.shift)
-        arguments = {"weight": parameters.weight, "bias": parameters.bias, "scale": self.scale}
-        return DEFINITIONS[self.function](x, *constants, center=parameters.center, **arguments)
+        return DEFINITIONS[self.function](
+            x,
+            *constants,
+            center=parameters.center,
+            weight=parameters.weight,
+            bias=parameters.bias,
+            scale=self.scale,
+            dim=dim,
+            witnesses=witnesses,
+            gain=gain,
+        )

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F  # noqa: N812
 
 from dynorm.kernels import _triton
-from dynorm.kernels._form import FORM, NAMESPACE, TENSORS
+from dynorm.kernels._form import FORM, NAMESPACE, TENSORS, Form
 from dynorm.kernels._traced import definition
 
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -199,7 +199,9 @@ def _compute(*arguments: Any) -> tuple[Tensor, Tensor]:
         if _triton_product.can_multiply(x, weight, residual):
             kept = total if keep_total else None
             others = (product_bias, factor, residual)
-            _triton_product.product(x, weight, transposed, others, layer[:5], layer[5:], kept, y)
+            _triton_product.product(
+                x, weight, transposed, others, layer[:5], Form(*layer[5:]), kept, y
+            )
             return total, y
     result = F.linear(x, weight.t() if transposed else weight, product_bias)
     if factor is not None:

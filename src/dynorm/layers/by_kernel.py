@@ -1,12 +1,11 @@
 """A layer's call by a fused kernel, which knows one number per token and no witness."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dynorm import functional, kernels
+from dynorm import kernels
 from dynorm.arguments import upcast
 from dynorm.layers.module import PointwiseModule
 
@@ -18,41 +17,35 @@ def by_kernel(
 
     A residual has the shape and dtype of x. None if only the definition serves.
     """
-    is_last = layer.dim == -1 or layer.dim == x.ndim - 1
+    is_last = layer.dim in (-1, x.ndim - 1)
     if not is_last:
         x = x.movedim(layer.dim, -1)
         residual = None if residual is None else residual.movedim(layer.dim, -1)
-    if not x.is_contiguous():
-        if not (layer.keep_order and is_last):
-            x = x.contiguous()
-        elif x.stride(-1) != 1 or layer.witness_channels:
+    parameters, log_gain = layer.kernel_parameters()
+    form = layer.form()
+    results: Sequence[Tensor] | None
+    if residual is not None:
+        # The sum lies in memory as torch lays it, which is certain only here.
+        if log_gain is not None or not (x.is_contiguous() and residual.is_contiguous()):
             return None
-        else:
-            # Dense in the same order, whatever it was.
-            x = x.clone()
-    # Plain tuples, and parameters from the dictionary of nn.Module: a kernel is done in a few
-    # microseconds, and attributes and named tuples take as long.
-    form = (layer.kernel, layer.logarithmic, layer.scale)
-    stored: Any = layer._parameters
-    if layer._modules:
-        # A parametrization keeps a parameter elsewhere.
-        stored = {name: getattr(layer, name, None) for name in layer.numbers}
-    *parameters, log_gain = map(stored.get, layer.numbers)
-    if layer.weight_offset:
-        parameters[3] = layer.factor()
-    if log_gain is None:
         results = kernels.pointwise(form, x, residual, parameters)
-    elif residual is None:
-        results = _with_witnesses(layer, x, form, parameters)
     else:
-        return None
+        takes_as_is = layer.keeps_order and x.stride(-1) == 1 and log_gain is None
+        is_copied = not (x.is_contiguous() or takes_as_is)
+        laid = x.contiguous() if is_copied else x
+        if log_gain is None:
+            results = kernels.pointwise(form, laid, None, parameters)
+        else:
+            results = _with_witnesses(layer, laid, parameters)
+        if results is not None and is_copied and layer.keeps_order:
+            results = [torch.empty_like(x).copy_(results[0])]
     if is_last or results is None:
         return results
     return [result.movedim(-1, layer.dim) for result in results]
 
 
 def _with_witnesses(
-    layer: PointwiseModule, x: Tensor, form: Sequence[Any], parameters: Sequence[Tensor | None]
+    layer: PointwiseModule, x: Tensor, parameters: Sequence[Tensor | None]
 ) -> Sequence[Tensor] | None:
     """Return y of x with its channels last, by a kernel that takes one number per token.
 
@@ -62,30 +55,25 @@ def _with_witnesses(
     # A line has no bound, and where tokens grow its constant, the definition clamps x.
     if kernels.traced(x) or layer.kernel == kernels.FunctionCode.LINEAR:
         return None
-    index, gain = layer.witnesses_and_gains()
-    center = _chosen(layer.center, index)
-    shown = x.index_select(-1, index)
+    witnesses, gain = layer.witnesses_and_gains()
+    shown = x.index_select(-1, witnesses)
+    own = kernels.Parameters(*[_chosen(parameter, witnesses) for parameter in parameters])
     u = upcast(shown)
-    if center is not None:
-        u = u - center
+    if own.center is not None:
+        u = u - own.center
     # So far from the largest number that a sum of 16 squares with large gains stays finite.
     limit = torch.finfo(u.dtype).max ** 0.5 / 2**14
+    # The definition clamps x too where a witness is larger, or not a number. A GPU is not waited for.
+    if u.is_cpu and not bool((u.abs() <= limit).all()):
+        return None
     total = (u.clamp(-limit, limit).square() * gain).sum(-1)
-    results = kernels.pointwise(form, x, None, parameters, total)
+    results = kernels.pointwise(layer.form(), x, None, parameters, total)
     if results is None or layer.kernel != kernels.FunctionCode.DYISRU:
         return results
-    beta = layer.constant()
-    columns = functional.dyisru_general(
-        shown,
-        beta if beta.numel() == 1 else beta.index_select(0, index),
-        center,
-        _chosen(layer.factor(), index),
-        _chosen(layer.bias, index),
-        scale=layer.scale,
-        witnesses=torch.arange(shown.shape[-1], device=x.device),
-        gain=gain,
-    )
-    return [results[0].index_copy_(-1, index, columns)]
+    places = torch.arange(shown.shape[-1], device=x.device)
+    form = kernels.Form(*layer.form())
+    columns = form.definition(shown, own, witnesses=places, gain=gain)
+    return [results[0].index_copy_(-1, witnesses, columns)]
 
 
 def _chosen(parameter: Tensor | None, witnesses: Tensor) -> Tensor | None:

@@ -71,13 +71,9 @@ class AlphaNorm(PointwiseNorm):
         self.alpha_init = None if alpha_init is None else check_positive("alpha_init", alpha_init)
         super().__init__(normalized_shape, **options)
 
-    def constant(self) -> Tensor:
-        """Return ``alpha`` in at least float32."""
-        return upcast(self.alpha)
-
     def beta(self) -> Tensor:
         """Return DyISRU's beta for the same slope at 0 (shift 0): ``slope_ratio * alpha ** -2``."""
-        return self.slope_ratio * self.constant() ** -2
+        return self.slope_ratio * upcast(self.alpha) ** -2
 
     def initial_constants(self) -> dict[str, float]:
         """Return the first ``alpha``."""

@@ -3,8 +3,7 @@
 import math
 from typing import Unpack
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dynorm import kernels, theory
 from dynorm.arguments import Shape, check_finite
@@ -57,10 +56,6 @@ class Derf(AlphaNorm):
     ) -> None:
         self.shift_init = check_finite("shift_init", shift_init)
         super().__init__(normalized_shape, alpha_init=alpha_init, **options)
-
-    def f(self, u: Tensor, alpha: Tensor, /) -> Tensor:
-        """Return ``erf(alpha * u + shift)``."""
-        return torch.erf(alpha * u + self.laid(self.shift, u))
 
     def initial_constants(self) -> dict[str, float]:
         """Return the first ``alpha`` and ``shift``."""

@@ -1,12 +1,7 @@
 """DyISRU, also called ELN: the exact counterpart of LayerNorm (arXiv 2503.21708, eq. 15)."""
 
-import torch
-from torch import Tensor
-
 from dynorm import kernels
-from dynorm.arguments import clamped
 from dynorm.layers.constants import LogBetaNorm
-from dynorm.token_sums import beta_of_token
 
 
 class DyISRU(LogBetaNorm):
@@ -31,15 +26,7 @@ class DyISRU(LogBetaNorm):
         witnesses: the positions of at most 16 channels that show a token's scale, or a number N for
             the first N: beta becomes ``beta + sum of gain_k * u_k^2`` over the witnesses k other
             than the channel itself. With none, the default, a value depends on its own channel.
-        room: the size of the tensors that hold the witnesses; their number if that is larger. Layers
-            with the same room share one graph of torch.compile.
         dim: the channel axis, -1 or any other (1 for channels-first).
-        promote: return the promotion of the dtypes of x and ``weight``, as Llama's RMSNorm does,
-            instead of that of x.
-        weight_offset: added to ``weight``, in at least float32, before it multiplies: 1.0 for a
-            norm whose factor is 1 + w, of which the layer then holds w with all its digits.
-        keep_order: return y in the order that x has in memory, as a norm of element-wise operations
-            such as Llama's does; otherwise y is contiguous, as torch's ``layer_norm`` returns it.
         device: where the parameters live.
         dtype: the parameters' dtype.
 
@@ -63,17 +50,3 @@ class DyISRU(LogBetaNorm):
     """
 
     kernel = kernels.FunctionCode.DYISRU
-
-    def f(self, u: Tensor, beta: Tensor, /) -> Tensor:
-        """Return ``u / sqrt(beta + u^2)``."""
-        u = clamped(u)
-        return u / torch.sqrt(beta + u * u)
-
-    def constant(self) -> Tensor:
-        """Return beta."""
-        return self.beta()
-
-    def of_token(self, u: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``u`` and its beta, which leaves a witness out of its own sum."""
-        axis = self.dim % u.ndim
-        return beta_of_token(u, constant, axis, *self.witnesses_and_gains())

@@ -1,9 +1,6 @@
 """The linear control: DyISRU without its bound, so that a study can measure the bound's worth."""
 
-from torch import Tensor
-
 from dynorm import kernels
-from dynorm.arguments import upcast
 from dynorm.layers.constants import LogBetaNorm
 
 
@@ -26,11 +23,3 @@ class LinearControl(LogBetaNorm):
     """
 
     kernel = kernels.FunctionCode.LINEAR
-
-    def f(self, u: Tensor, slope: Tensor, /) -> Tensor:
-        """Return ``slope * u``."""
-        return slope * u
-
-    def constant(self) -> Tensor:
-        """Return the slope, ``1 / sqrt(beta)``."""
-        return (-0.5 * upcast(self.log_beta)).exp()

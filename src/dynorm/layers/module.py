@@ -1,14 +1,21 @@
 """The point-wise layers as modules: settings, witnesses, checkpoints, and what ``print`` shows."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from dynorm import kernels
-from dynorm.arguments import check_positive, check_witnesses, require_gathered, upcast
+from dynorm.arguments import (
+    check_count,
+    check_finite,
+    check_positive,
+    check_witnesses,
+    require_gathered,
+    upcast,
+)
 from dynorm.errors import ArgumentError
 
 
@@ -21,13 +28,22 @@ class LayerArguments(TypedDict, total=False):
     center: bool
     scale: float | None
     witnesses: int | Sequence[int]
-    room: int
     dim: int
-    promote: bool
-    weight_offset: float
-    keep_order: bool
     device: torch.device | str | None
     dtype: torch.dtype | None
+
+
+class Details(TypedDict, total=False):
+    """The habits of a norm that the layer in its place takes over, and the size of its witnesses."""
+
+    # Return the promotion of the dtypes of x and weight, as Llama's RMSNorm does, and not that of x.
+    promote: bool
+    # Return y in the memory order of x, as a norm of element-wise operations does, and not contiguous.
+    keep_order: bool
+    # Added to the weight: 1 for a norm whose factor is 1 + w, so that w keeps all its digits.
+    weight_offset: float
+    # The size of the tensors that hold the witnesses; layers of one room share a compiled graph.
+    room: int
 
 
 class NoEps:
@@ -98,17 +114,44 @@ class PointwiseModule(nn.Module):
         constant: nn.Parameter = getattr(self, self.constants[0])
         return constant
 
-    def f(self, u: Tensor, constant: Tensor, /) -> Tensor:
-        """Return the function of one channel; ``constant`` broadcasts against ``u``."""
-        raise NotImplementedError
-
-    def constant(self) -> Tensor:
-        """Return the constant that :meth:`f` takes, in at least float32."""
-        raise NotImplementedError
-
     def beta(self) -> Tensor:
         """Return the constant as DyISRU's beta, the inverse square of the slope of ``f`` at 0."""
         raise NotImplementedError
+
+    def set_details(
+        self,
+        *,
+        promote: bool = False,
+        keep_order: bool = False,
+        weight_offset: float = 0.0,
+        room: int = 0,
+    ) -> None:
+        """Set the fields of :class:`Details`, before there are parameters."""
+        self.promote = promote
+        self.keep_order = keep_order
+        self.weight_offset = check_finite("weight_offset", weight_offset)
+        self.room = check_count("room", room, 0)
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether y has the memory order of x: only torch's own norms do not, with channels last."""
+        return self.keep_order or self.dim != -1
+
+    def form(self) -> tuple[int, bool, float]:
+        """Return the fields of :class:`dynorm.kernels.Form`."""
+        return int(self.kernel), self.logarithmic, self.scale
+
+    def kernel_parameters(self) -> tuple[list[Tensor | None], Tensor | None]:
+        """Return the fields of :class:`dynorm.kernels.Parameters`, and the logarithms of the gains."""
+        # From the dictionary of nn.Module: a kernel takes a few microseconds, and attributes as long.
+        stored: Mapping[str, Tensor | None] = self._parameters
+        if self._modules or not stored:
+            # A parametrization, or a replica of DataParallel, keeps a parameter elsewhere.
+            stored = {name: getattr(self, name, None) for name in self.numbers}
+        *parameters, log_gain = map(stored.get, self.numbers)
+        if self.weight_offset:
+            parameters[3] = self.factor()
+        return parameters, log_gain
 
     def initial_constants(self) -> dict[str, float]:
         """Return the first values of the constants, from the constructor's arguments."""
@@ -152,14 +195,6 @@ class PointwiseModule(nn.Module):
         if self.weight is None or not self.weight_offset:
             return self.weight
         return upcast(self.weight) + self.weight_offset
-
-    @torch.no_grad()
-    def set_factor_(self, factor: Tensor) -> None:
-        """Set the weight so that ``factor`` multiplies each channel, in place."""
-        assert self.weight is not None
-        if self.weight_offset:
-            factor = upcast(factor) - self.weight_offset
-        self.weight.copy_(factor.reshape(self.weight.shape))
 
     @torch.no_grad()
     def set_slope_(self, beta: Tensor | float) -> None:
@@ -281,12 +316,9 @@ class PointwiseModule(nn.Module):
             "scale": self.scale,
             "dim": self.dim,
         }
-        if self.promote:
-            config["promote"] = True
-        if self.keep_order:
-            config["keep_order"] = True
-        if self.weight_offset:
-            config["weight_offset"] = self.weight_offset
+        for name in ("promote", "keep_order", "weight_offset"):
+            if getattr(self, name):
+                config[name] = getattr(self, name)
         if self.witness_channels:
             config["witnesses"] = list(self.witness_channels)
         if self.room > len(self.witness_channels):

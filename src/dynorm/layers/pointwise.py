@@ -2,36 +2,27 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from dynorm import kernels
-from dynorm.arguments import (
-    Shape,
-    along,
-    check_channels,
-    check_count,
-    check_dim,
-    check_finite,
-    check_floating,
-    upcast,
-)
+from dynorm.arguments import Shape, check_channels, check_dim, check_finite
 from dynorm.dtypes import is_floating_dtype
 from dynorm.errors import ArgumentError
 from dynorm.layers.by_kernel import by_kernel
-from dynorm.layers.module import PointwiseModule
-from dynorm.token_sums import slope_of_token
+from dynorm.layers.module import Details, PointwiseModule
 
 
 class PointwiseNorm(PointwiseModule):
     """Base of the layers that replace a norm: ``y = weight * scale * f(x - center) + bias``.
 
-    A subclass has ``f``, its constants and the number of its kernel. Parameters are never
+    A subclass has its constants, and the number of its function f. Parameters are never
     0-dimensional: a constant has shape ``(1,)``, or ``(C,)`` with ``per_channel=True``. The
-    arguments are explained at :class:`dynorm.DyISRU`.
+    arguments are explained at :class:`dynorm.DyISRU`; :func:`dynorm.convert_` and saved models give
+    the ``details``.
     """
 
     # Tensors that are made in inference mode can never be trained.
@@ -46,13 +37,10 @@ class PointwiseNorm(PointwiseModule):
         center: bool = False,
         scale: float | None = None,
         witnesses: int | Sequence[int] = (),
-        room: int = 0,
         dim: int = -1,
-        promote: bool = False,
-        weight_offset: float = 0.0,
-        keep_order: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **details: Unpack[Details],
     ) -> None:
         super().__init__()
         if dtype is not None and not is_floating_dtype(dtype):
@@ -62,10 +50,8 @@ class PointwiseNorm(PointwiseModule):
         self.scale = check_finite("scale", math.sqrt(self.channels) if scale is None else scale)
         if self.scale == 0:
             raise ArgumentError("scale must not be 0, got 0: leave it out for sqrt(C)")
-        self.weight_offset = check_finite("weight_offset", weight_offset)
-        self.promote = promote
-        self.keep_order = keep_order
         self.per_channel = per_channel
+        self.set_details(**details)
 
         def add(name: str, size: int, exists: bool = True) -> None:
             parameter = None
@@ -77,7 +63,7 @@ class PointwiseNorm(PointwiseModule):
         for name in self.constants:
             add(name, constant_size)
         add("center", constant_size, center)
-        self.set_witnesses_(witnesses, room=check_count("room", room, 0))
+        self.set_witnesses_(witnesses, room=self.room)
         add("weight", self.channels, elementwise_affine)
         add("bias", self.channels, elementwise_affine and bias)
         self.reset_parameters()
@@ -101,13 +87,16 @@ class PointwiseNorm(PointwiseModule):
         """Return ``forward(x)``; with a residual ``forward(x + residual)`` and the sum, in one pass.
 
         Hooks see a call with the sum.
+
+        Raises:
+            ArgumentError: ``residual`` is not a tensor of the shape of ``x``, or as :meth:`forward`.
         """
         if residual is None:
             return super().__call__(x)
-        if isinstance(x, Tensor) and not isinstance(residual, Tensor):
-            raise ArgumentError(f"residual must be a tensor like x, got {type(residual).__name__}")
-        if self._fuses(x, residual):
-            results = by_kernel(self, x, residual)
+        # A Proxy of fx has neither shape nor values.
+        if isinstance(x, Tensor):
+            _check_residual(x, residual)
+            results = by_kernel(self, x, residual) if self._fuses(x, residual) else None
             if results is not None:
                 return results[0], results[1]
         total = x + residual
@@ -115,7 +104,7 @@ class PointwiseNorm(PointwiseModule):
 
     def _fuses(self, x: Tensor, residual: Tensor) -> bool:
         """Return whether one kernel may add the residual, because nobody has to see the sum first."""
-        if not isinstance(x, Tensor) or type(self).pointwise is not PointwiseNorm.pointwise:
+        if type(self).pointwise is not PointwiseNorm.pointwise or "forward" in vars(self):
             return False
         # As torch decides whether a call needs more than forward.
         own_hooks = (
@@ -125,11 +114,12 @@ class PointwiseNorm(PointwiseModule):
             self._backward_hooks,
         )
         global_hooks: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
-        if any(own_hooks) or global_hooks or "forward" in vars(self):
+        if any(own_hooks) or global_hooks or not self._has_channels(x):
             return False
-        is_alike = x.shape == residual.shape and x.dtype == residual.dtype
-        is_right = x.shape[self.dim :][:1] == (self.channels,)
-        return is_alike and is_right and self.returned_dtype(x.dtype) == x.dtype
+        return x.dtype == residual.dtype == self.returned_dtype(x.dtype)
+
+    def _has_channels(self, x: Tensor) -> bool:
+        return x.shape[self.dim :][:1] == (self.channels,)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the function to every element of ``x``.
@@ -138,8 +128,8 @@ class PointwiseNorm(PointwiseModule):
             x: any floating dtype, with C channels at ``dim``.
 
         Returns:
-            The shape of ``x`` and its dtype, or with ``promote`` the promotion with the weight's;
-            contiguous if the channels come last, except with ``keep_order``.
+            The shape of ``x`` and its dtype. With channels last it is contiguous, as torch's
+            ``layer_norm`` returns it; with another ``dim`` it has the memory order of ``x``.
 
         Raises:
             ArgumentError: ``x`` is not a floating point tensor, or has another size at ``dim``.
@@ -148,7 +138,7 @@ class PointwiseNorm(PointwiseModule):
             raise ArgumentError(
                 f"x must be a tensor, got {type(x).__name__}: make the layer a leaf for a Proxy of fx"
             )
-        if x.shape[self.dim :][:1] != (self.channels,):
+        if not self._has_channels(x):
             raise ArgumentError(
                 f"x must have {self.channels} channels at dim {self.dim}, got shape "
                 f"{tuple(x.shape)}: pass the dim that holds the channels"
@@ -162,52 +152,33 @@ class PointwiseNorm(PointwiseModule):
         results = by_kernel(self, x)
         if results is not None:
             return results[0]
-        if torch.compiler.is_compiling() and self.is_one_operator(x):
-            return self.operator(x)
         y = self.definition(x)
-        return y.contiguous() if self.dim == -1 and not self.keep_order else y
-
-    def is_one_operator(self, x: Tensor) -> bool:
-        """Return whether a compiler may see the layer of x as one operator."""
-        is_strict = self.log_gain is None and self.dim == -1
-        return is_strict and x.is_floating_point() and not torch.compiler.is_exporting()
-
-    def operator(self, x: Tensor) -> Tensor:
-        """Return :meth:`definition` by one operator, which a pass may find before it is taken apart."""
-        names = (self.constants[0], "shift", "center")
-        parameters = [getattr(self, name, None) for name in names] + [self.factor(), self.bias]
-        form = (int(self.kernel), self.logarithmic, self.scale)
-        x = x if self.keep_order else x.contiguous()
-        return kernels.definition(x, *parameters, *form)
+        return y if self.keeps_order else y.contiguous()
 
     def definition(self, x: Tensor) -> Tensor:
         """Return ``weight * scale * f(x - center) + bias`` by plain torch, in at least float32."""
-        check_floating("x", x)
-        u = upcast(x)
-        if self.center is not None:
-            u = u - self.laid(self.center, u)
-        constant = self.laid(self.constant(), u)
-        if self.log_gain is not None:
-            u, constant = self.of_token(u, constant)
-        y = self.f(u, constant)
-        weight = self.factor()
-        if weight is None:
-            y = y * self.scale
-        else:
-            y = y * (self.laid(weight, u) * self.scale)
-        if self.bias is not None:
-            y = y + self.laid(self.bias, u)
-        return y.to(x.dtype)
-
-    def of_token(self, u: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``u`` and the constant of its token, which the witnesses change."""
-        axis = self.dim % u.ndim
-        return slope_of_token(
-            u, constant, axis, *self.witnesses_and_gains(), ratio=1 / self.slope_ratio
+        parameters, log_gain = self.kernel_parameters()
+        form = self.form()
+        is_strict = log_gain is None and self.dim == -1 and x.is_floating_point()
+        if is_strict and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            # One operator, which a pass may find before it is taken apart.
+            return kernels.definition(x, *parameters, *form)
+        witnesses, gain = None, None
+        if log_gain is not None:
+            witnesses, gain = self.witnesses_and_gains()
+        return kernels.Form(*form).definition(
+            x, kernels.Parameters(*parameters), dim=self.dim, witnesses=witnesses, gain=gain
         )
 
-    def laid(self, parameter: Tensor, u: Tensor) -> Tensor:
-        """Return one number, or one per channel, in the dtype and along the channels of ``u``."""
-        if self.dim != -1 and parameter.numel() > 1:
-            parameter = along(parameter, u, self.dim % u.ndim)
-        return parameter.to(u.dtype)
+
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    """Refuse a residual that is not like x."""
+    if not isinstance(residual, Tensor):
+        raise ArgumentError(
+            f"residual must be a tensor like x, got {type(residual).__name__}: give a tensor"
+        )
+    if residual.shape != x.shape:
+        raise ArgumentError(
+            f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}: "
+            "expand it first"
+        )
