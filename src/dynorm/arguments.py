@@ -139,7 +139,11 @@ def clamped(z: Tensor) -> Tensor:
     # Beyond it the quotient of DyISRU is 1 to rounding for any beta up to 1e30, but the square
     # would overflow and inf / inf be NaN.
     limit = float(torch.finfo(z.dtype).max ** 0.5 / 2)
-    return z.clamp(-limit, limit)
+    u = z.clamp(-limit, limit)
+    if not z.requires_grad or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return u
+    # The gradient of clamp is 0 at NaN, and would hide it.
+    return torch.where(z.isnan(), z, u)
 
 
 def resolve(x: Tensor, dim: int) -> tuple[Tensor, int]:

@@ -317,7 +317,6 @@ def test_compiled_inference_holds_the_definition(kind: type[PointwiseNorm]) -> N
 def test_compiled_training_holds_the_op(kind: type[PointwiseNorm]) -> None:
     layer, x = build(kind, 8), torch.randn(3, 8)
     assert compiled_graph(layer, x).count("dynorm.pointwise") == 1
-    assert compiled_graph(layer, x, torch.randn(3, 8)).count("dynorm.pointwise") == 1
     assert "dynorm.pointwise" not in compiled_graph(layer, x.as_subclass(Wrapped))
 
 
@@ -443,6 +442,22 @@ def test_a_fused_sum_is_the_sum_and_the_layer_of_it(kind: type[PointwiseNorm]) -
     assert total.dtype == torch.float64
 
 
+@needs_kernels
+def test_a_residual_is_added_by_the_kernel(kind: type[PointwiseNorm]) -> None:
+    """Otherwise the sum would have a node of autograd, or of the graph, for itself."""
+    layer = build(kind, 8)
+    x, residual = torch.randn(3, 8), torch.randn(3, 8)
+    y, total = layer(x.requires_grad_(), residual=residual)
+    assert y.grad_fn is total.grad_fn
+    graph = compiled_graph(layer, x, residual)
+    assert graph.count("dynorm.pointwise") == 1
+    assert "add" not in graph
+    # Not with a hook, which has to see the sum.
+    layer.register_forward_hook(lambda module, args, y: None)
+    y, total = layer(x, residual=residual)
+    assert y.grad_fn is not total.grad_fn
+
+
 def test_a_fused_sum_has_gradients_as_a_sum_has() -> None:
     layer = DyISRU(8).double()
     x, residual = (torch.randn(3, 8, dtype=torch.float64) for _ in range(2))
@@ -461,6 +476,9 @@ def test_a_fused_sum_has_gradients_as_a_sum_has() -> None:
     assert torch.autograd.gradcheck(call, inputs, check_batched_grad=True)
     with pytest.raises(ArgumentError, match="residual must be a tensor"):
         layer(x, residual=1.0)
+    for wrong in (residual[:2], residual[0], torch.zeros(3, 1)):
+        with pytest.raises(ArgumentError, match=r"shape of x, \(3, 8\), got .*: expand it"):
+            layer(x, residual=wrong)
 
 
 def test_autocast_and_checkpoint(kind: type[PointwiseNorm]) -> None:

@@ -104,6 +104,27 @@ def test_huge_infinite_and_missing_witnesses(cls: type[PointwiseNorm]) -> None:
     assert layer(x).isnan().all()
 
 
+@pytest.mark.parametrize("value", [1e17, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_extreme_inputs_are_those_of_the_definition(dtype: torch.dtype, value: float) -> None:
+    for cls in LAYERS:
+        for witnesses in ((), WITNESSES):
+            layer = cls(C, center=True, witnesses=witnesses, dtype=dtype)
+            # A channel that is a witness, and one that is none.
+            x = torch.ones(3, C, dtype=torch.float64)
+            x[1, 4] = x[2, 0] = value
+            x = x.to(dtype).requires_grad_()
+            both = [layer(x), layer.definition(x)]
+            tensors = [x, layer.weight, layer.bias, layer.center]
+            got, want = (torch.autograd.grad(y.sum(), tensors) for y in both)
+            assert_close(both[0], both[1], equal_nan=True)
+            assert_close(got, want, equal_nan=True)
+            assert got[0][0].isfinite().all()
+            # The slope of a line is its constant.
+            is_lost = math.isnan(value) and (cls is not dynorm.LinearControl or bool(witnesses))
+            assert bool(got[0][1, 4].isnan()) == is_lost
+
+
 @pytest.mark.parametrize("cls", ALL)
 def test_the_state_is_the_index_and_the_gains(cls: type[PointwiseNorm]) -> None:
     layer = layer_of(cls)

@@ -82,8 +82,8 @@ def derivatives(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr
         f = d * inverse
         # Grouped so that no factor leaves float32's range before the product does.
         slope = (constant * inverse * inverse) * inverse
-        # The reference clamps x, and so has slope 0 where it does, and at NaN.
-        slope = tl.where(tl.abs(u) <= limit(u), slope, 0.0)
+        # The definition clamps x, and so has slope 0 where it does; at NaN both have NaN.
+        slope = tl.where(tl.abs(u) > limit(u), 0.0, slope)
         by_constant, by_shift = -0.5 * f * inverse * inverse, 0.0
     elif FUNCTION == 1:
         f, steepness = tanh(constant * u, NARROW)
