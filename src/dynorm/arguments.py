@@ -140,7 +140,8 @@ def clamped(z: Tensor) -> Tensor:
     # would overflow and inf / inf be NaN.
     limit = float(torch.finfo(z.dtype).max ** 0.5 / 2)
     u = z.clamp(-limit, limit)
-    if not z.requires_grad or torch.compiler.is_exporting() or torch.jit.is_tracing():
+    is_exported = torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and _trace())
+    if not z.requires_grad or is_exported:
         return u
     # The gradient of clamp is 0 at NaN, and would hide it.
     return torch.where(z.isnan(), z, u)

@@ -89,7 +89,7 @@ class Form(NamedTuple):
     def definition(
         self,
         x: Tensor,
-        parameters: Parameters,
+        parameters: Numbers,
         token_constant: Tensor | None = None,
         *,
         dim: int = -1,
@@ -97,17 +97,19 @@ class Form(NamedTuple):
         gain: Tensor | None = None,
     ) -> Tensor:
         """Return y by the formula in ``dynorm.functional``, which can be differentiated again."""
-        constants = [self.constant(parameters.constant)]
+        constant, shift, center, weight, bias = parameters
+        assert constant is not None
+        constants = [self.constant(constant)]
         if token_constant is not None:
             constants = [self.of_token(constants[0], token_constant)]
-        if self.function == FunctionCode.DERF and parameters.shift is not None:
-            constants.append(parameters.shift)
+        if self.function == FunctionCode.DERF and shift is not None:
+            constants.append(shift)
         return DEFINITIONS[self.function](
             x,
             *constants,
-            center=parameters.center,
-            weight=parameters.weight,
-            bias=parameters.bias,
+            center=center,
+            weight=weight,
+            bias=bias,
             scale=self.scale,
             dim=dim,
             witnesses=witnesses,

@@ -31,7 +31,6 @@ from dynorm.kernels._form import (
     Fields,
     Form,
     Numbers,
-    Parameters,
     UnfitError,
 )
 
@@ -284,7 +283,7 @@ def _values(*arguments: Any) -> list[Tensor]:
     if results is not None:
         return results
     total = x if residual is None else x + residual
-    defined = form.definition(total, Parameters(*parameters), token_constant)
+    defined = form.definition(total, parameters, token_constant)
     y = torch.empty_like(total).copy_(defined)
     return [y] if residual is None else [y, total]
 
@@ -324,7 +323,7 @@ def _plain_gradients(*arguments: Any) -> list[Tensor]:
                 if not tensor.requires_grad:
                     tensors[place].requires_grad_()
                 inputs.append(tensors[place])
-        y = form.definition(tensors[0], Parameters(*tensors[1:6]), tensors[6])
+        y = form.definition(tensors[0], tensors[1:6], tensors[6])
         found = torch.autograd.grad(y, inputs, grad, create_graph=again, materialize_grads=True)
     gradients = list(found)
     if grad_sum is not None and needed[0]:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynorm.kernels._form import FORM, NAMESPACE, TENSORS, Form, Parameters
+from dynorm.kernels._form import FORM, NAMESPACE, TENSORS, Form
 
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(f"definition(Tensor x, {TENSORS}, {FORM}) -> Tensor")
 
 
 def _definition(x: Tensor, *arguments: Any) -> Tensor:
-    return Form(*arguments[5:]).definition(x, Parameters(*arguments[:5]))
+    return Form(*arguments[5:]).definition(x, arguments[:5])
 
 
 _library.impl("definition", _definition, "CompositeImplicitAutograd")

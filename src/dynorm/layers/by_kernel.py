@@ -30,14 +30,13 @@ def by_kernel(
             return None
         results = kernels.pointwise(form, x, residual, parameters)
     else:
-        takes_as_is = layer.keeps_order and x.stride(-1) == 1 and log_gain is None
-        is_copied = not (x.is_contiguous() or takes_as_is)
-        laid = x.contiguous() if is_copied else x
+        is_laid = x.is_contiguous() or (x.stride(-1) == 1 and log_gain is None)
+        laid = x if is_laid else x.contiguous()
         if log_gain is None:
             results = kernels.pointwise(form, laid, None, parameters)
         else:
             results = _with_witnesses(layer, laid, parameters)
-        if results is not None and is_copied and layer.keeps_order:
+        if results is not None and not is_laid:
             results = [torch.empty_like(x).copy_(results[0])]
     if is_last or results is None:
         return results
@@ -57,10 +56,11 @@ def _with_witnesses(
         return None
     witnesses, gain = layer.witnesses_and_gains()
     shown = x.index_select(-1, witnesses)
-    own = kernels.Parameters(*[_chosen(parameter, witnesses) for parameter in parameters])
+    own = [_chosen(parameter, witnesses) for parameter in parameters]
+    center = own[2]
     u = upcast(shown)
-    if own.center is not None:
-        u = u - own.center
+    if center is not None:
+        u = u - center
     # So far from the largest number that a sum of 16 squares with large gains stays finite.
     limit = torch.finfo(u.dtype).max ** 0.5 / 2**14
     # The definition clamps x too where a witness is larger, or not a number. A GPU is not waited for.

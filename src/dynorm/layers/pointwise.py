@@ -149,11 +149,12 @@ class PointwiseNorm(PointwiseModule):
 
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the function of ``x``, whose size is checked, by a kernel if one serves."""
+        if not self.keeps_order:
+            x = x.contiguous()
         results = by_kernel(self, x)
         if results is not None:
             return results[0]
-        y = self.definition(x)
-        return y if self.keeps_order else y.contiguous()
+        return self.definition(x)
 
     def definition(self, x: Tensor) -> Tensor:
         """Return ``weight * scale * f(x - center) + bias`` by plain torch, in at least float32."""
@@ -167,7 +168,7 @@ class PointwiseNorm(PointwiseModule):
         if log_gain is not None:
             witnesses, gain = self.witnesses_and_gains()
         return kernels.Form(*form).definition(
-            x, kernels.Parameters(*parameters), dim=self.dim, witnesses=witnesses, gain=gain
+            x, parameters, dim=self.dim, witnesses=witnesses, gain=gain
         )
 
 
