@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 
 from dynorm.arguments import upcast
 from dynorm.errors import DataError, ModelError
@@ -180,29 +180,22 @@ def example_arguments(
 
 
 def copied_tensors(value: Item) -> Item:
-    """Return the value with a copy of each tensor in it, so that a model can write into them.
+    """Return a deep copy of arguments, so that a model cannot write into them or grow a cache.
 
-    Lists, tuples, dicts and other containers known to torch are copied too. Other objects, such as
-    a cache that a call fills, stay the same. A tensor that occurs twice stays one tensor.
+    A tensor that occurs twice stays one tensor.
     """
-    copies: dict[int, Tensor] = {}
-
-    def copied(leaf: object) -> Any:
-        if isinstance(leaf, UserDict):
-            other = copy.copy(leaf)
-            other.data = copied_tensors(leaf.data)
-            return other
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in copies:
-            new = leaf.clone()
-            if leaf.requires_grad and not new.requires_grad:
-                new.requires_grad_()
-            copies[id(leaf)] = new
-        return copies[id(leaf)]
-
-    with_copies: Item = tree_map(copied, value)
-    return with_copies
+    copies: dict[int, object] = {}
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    try:
+        return copy.deepcopy(value, copies)
+    # Any exception may come from the __deepcopy__ of a foreign class.
+    except Exception as error:
+        raise DataError(
+            "the model's arguments must be something that copy.deepcopy can copy, because the "
+            f"model may write into them, but that raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def token_masks(batch: Batch) -> list[Tensor]:

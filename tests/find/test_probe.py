@@ -3,6 +3,7 @@
 import functools
 import math
 import random
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -532,7 +533,7 @@ def test_a_hook_of_the_user_does_not_hide_another_reference() -> None:
     """Nor a weight that is used outside; and the hook finds its module in a dict."""
     for hide, call, reason in (
         (lambda norm: [norm], lambda s, x: s.hidden[0](x), "by another reference"),
-        (lambda norm: [], lambda s, x: s.norm(x) + torch.stack([s.norm.bias])[0], "'bias'"),
+        (lambda norm: [], lambda s, x: s.norm(x) + s.norm.bias, "its output changes"),
     ):
         model = Hiding(hide, call)
         calls = {model.norm: 0}
@@ -543,7 +544,8 @@ def test_a_hook_of_the_user_does_not_hide_another_reference() -> None:
         model.norm.register_forward_hook(count)
         (site,) = [site for site in find_norms(model, torch.randn(4, C)) if site.path == "norm"]
         assert reason in str(site.refused)
-        assert calls[model.norm]
+        # In both runs, and in one more for each norm.
+        assert calls[model.norm] == 4
 
 
 def test_a_reference_that_is_not_called_does_no_harm() -> None:
@@ -552,20 +554,35 @@ def test_a_reference_that_is_not_called_does_no_harm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "name"),
+    ("use", "reason"),
     [
-        (lambda norm, x: (x.var(-1, keepdim=True) + norm.eps).rsqrt(), "eps"),
-        (lambda norm, x: x if norm.elementwise_affine else x + 1, "elementwise_affine"),
-        (lambda norm, x: F.layer_norm(x, norm.normalized_shape, norm.weight), "weight"),
-        (lambda norm, x: norm.bias + x, "bias"),
+        (lambda norm, x: (x.var(-1, keepdim=True) + norm.eps).rsqrt(), "raised TypeError.*NoEps"),
+        (lambda norm, x: x if hasattr(norm, "eps_of_mine") else x.T, "raised RuntimeError"),
+        (lambda norm, x: F.layer_norm(x, norm.normalized_shape, norm.weight), "output changes"),
+        (lambda norm, x: F.layer_norm(x, (C,), *norm.parameters()), "raised TypeError|changes"),
+        (lambda norm, x: norm._parameters["bias"] + x, "output changes"),
+        (lambda norm, x: x if isinstance(norm, nn.LayerNorm) else 2 * x, "output changes"),
+        (lambda norm, x: norm(x) if type(norm) is nn.LayerNorm else x, "asks for its class"),
     ],
 )
-def test_a_norm_that_the_model_uses_outside_of_its_call_is_refused(use: Any, name: str) -> None:
-    model = Wrap(lambda self, x: self.norm(x) + use(self.norm, x), norm=nn.LayerNorm(C))
-    site = find_norms(model, torch.randn(4, C))[0]
-    assert f"uses its {name!r} outside of its call" in str(site.refused)
-    with pytest.raises(ModelError, match="norm: the model uses its"):
-        dynorm.convert_(model, [site])
+def test_a_norm_that_the_model_does_not_only_call_is_refused(use: Any, reason: str) -> None:
+    norms = nn.ModuleList([nn.LayerNorm(C), nn.LayerNorm(C)])
+    norms[1].eps_of_mine = 1.0
+    model = Wrap(lambda self, x: self.n[0](self.n[1](x)) + use(self.n[1], x), n=norms)
+    refused = {site.path: site.refused for site in find_norms(model, torch.randn(4, C))}
+    assert refused["n.0"] is None
+    assert re.search(reason, str(refused["n.1"]))
+    assert "let the model only call the norm" in str(refused["n.1"])
+
+
+def test_norms_that_the_model_asks_for_their_class_together_are_all_refused() -> None:
+    def forward(self: Wrap, x: Tensor) -> Tensor:
+        size = 1 if any(isinstance(norm, nn.LayerNorm) for norm in self.n) else 2
+        return size * self.n[0](self.n[1](x))
+
+    model = Wrap(forward, n=nn.ModuleList([nn.LayerNorm(C), nn.LayerNorm(C)]))
+    for site in find_norms(model, torch.randn(4, C)):
+        assert "its output changes" in str(site.refused)
 
 
 def test_the_model_may_read_what_a_layer_has_too() -> None:
@@ -709,8 +726,8 @@ def test_nothing_of_the_run_stays(fails: bool, train: bool) -> None:
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
     assert torch.backends.mha.get_fastpath_enabled()
     assert torch.is_grad_enabled()
-    # The model ran once, and the copies that were tried ran without its hooks.
-    assert calls == [1]
+    # The model ran twice, and the copies that were tried ran without its hooks.
+    assert calls == ([1] if fails else [1, 1])
 
 
 # Bad input

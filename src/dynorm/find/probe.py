@@ -18,6 +18,7 @@ from dynorm.find.recover import (
     recover,
 )
 from dynorm.find.tokens import named_tensors, plain_arithmetic
+from dynorm.find.trial import with_uses
 from dynorm.find.watch import Observation, observe
 from dynorm.guard import require_plain_model, undisturbed
 from dynorm.site import NormSite
@@ -50,20 +51,21 @@ def find_norms(
     *args: object,
     **kwargs: object,
 ) -> list[NormSite]:
-    """Find the LayerNorms and RMSNorms of a model by behaviour, with one run of it.
+    """Find the LayerNorms and RMSNorms of a model by behaviour, with two runs of it.
 
-    The model is called once under ``torch.no_grad()``. Each module that took one tensor, returned one
+    The model is called under ``torch.no_grad()``. Each module that took one tensor, returned one
     of the same shape and holds no matrices is then copied, and the copy is tried on random tokens.
     It is a norm if ``y = core(x) * weight + bias`` holds for each token separately, with ``core(x)
-    = (x - mean) / sqrt(var + eps)`` or ``x / sqrt(mean(x^2) + eps)``. Mode, hooks, buffers and
-    random states of the model stay as they are. So do the tensors of the example: the model gets
+    = (x - mean) / sqrt(var + eps)`` or ``x / sqrt(mean(x^2) + eps)``. The second run has other
+    modules in the place of the norms, and shows whether the model only calls them. Mode, hooks,
+    buffers and random states of the model stay as they are. So does the example: the model gets
     copies.
 
     Args:
         model: Any module of plain torch; train or eval mode is kept.
         *args: The arguments of one call of the model, or one batch, a tuple or dict of them, as the
             other functions take. A short input is enough.
-        **kwargs: The same, by keyword. A cache among them grows, as in any call.
+        **kwargs: The same, by keyword.
 
     Returns:
         The norms in call order. Modules that are named norms, or are norms of torch, but cannot be
@@ -85,11 +87,12 @@ def find_norms(
         3 rmsnorm -1 (8,) 1e-06
     """
     require_plain_model(model)
-    example = copied_tensors(example_arguments(model, args, kwargs))
-    with undisturbed(model, example) as put_back:
-        observations = observe(model, example)
-        put_back()
-        return NormSearch(observations).norms()
+    example = example_arguments(model, args, kwargs)
+    with undisturbed(model, example, attributes=True):
+        observations, output = observe(model, copied_tensors(example))
+    with undisturbed(model, example):
+        sites = NormSearch(observations).norms()
+    return with_uses(model, example, sites, output)
 
 
 class NormSearch:

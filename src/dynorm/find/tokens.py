@@ -34,6 +34,19 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def tensor_like(module: nn.Module, model: nn.Module) -> Tensor:
+    """Return a tensor with the device and dtype for a layer in place of ``module``.
+
+    It is the first suitable tensor of the module, or else of the model.
+    """
+    for owner in (module, model):
+        for tensor in (*owner.parameters(), *owner.buffers()):
+            # One byte is a weight quantized to float8, which is not a dtype to compute in.
+            if tensor.is_floating_point() and tensor.element_size() > 1:
+                return tensor
+    return torch.empty(0, dtype=torch.float32, device="cpu")
+
+
 def plain_copy(
     module: nn.Module, dtype: torch.dtype | None = None, *, random: bool = False
 ) -> nn.Module:

@@ -20,11 +20,6 @@ _IN_PLACE = (
     "modifies its input in place: a model that uses the input again, as a residual, would change; "
     "let it compute on a copy, x.clone(), since x.float() copies only other dtypes than float32"
 )
-_ELSEWHERE = (
-    "the model calls this norm by another reference than its path, such as a list, dict, function "
-    "or helper object that also holds the module: call it by its path, self.norm(x)"
-)
-
 # Functions of torch that are norms.
 _FUNCTIONS = {
     functional.layer_norm,
@@ -33,9 +28,6 @@ _FUNCTIONS = {
     torch.native_layer_norm,
     torch.rms_norm,
 }
-_AFFINE = ("weight", "bias")
-# What a model may read of a norm: a layer has the same.
-_IN_COMMON = frozenset(dir(nn.Module())) | {*_AFFINE, "normalized_shape"}
 
 
 class _Input(NamedTuple):
@@ -147,8 +139,10 @@ def _is_plain(value: object) -> TypeGuard[Tensor]:
     return value.is_floating_point() and value.ndim > 0 and value.numel() > 0
 
 
-def observe(model: nn.Module, example: Inputs) -> list[Observation]:
-    """Run a model once, and return its modules: first those that were called, in the order of return.
+def observe(model: nn.Module, example: Inputs) -> tuple[list[Observation], object]:
+    """Run a model once, and return its modules and its output.
+
+    The modules that were called come first, in the order of return.
 
     The caller undoes all changes of the model, and passes an example that the run may write into.
     Layers of dynorm and parametrizations of weights, and the modules inside them, are left out.
@@ -169,48 +163,31 @@ def observe(model: nn.Module, example: Inputs) -> list[Observation]:
     try:
         with run.watching(model):
             args, kwargs = example
-            model(*args, **kwargs)
+            output = model(*args, **kwargs)
     except Exception as error:
         raise DataError(
             "the model could not be run on the example, which must fit its forward: "
             f"it raised {type(error).__name__}: {error}{call_hint(example[0])}"
         ) from error
     uncalled = [seen for seen in observations.values() if not seen.calls]
-    return run.called + uncalled
+    return run.called + uncalled, output
 
 
 class _Run(FunctionMode):
-    """One run of a model: hooks note the calls of its modules, and twins how else they are used."""
+    """One run of a model, in which hooks note the calls of its modules."""
 
     def __init__(self, observations: dict[nn.Module, Observation]) -> None:
         super().__init__()
         self._seen = dict(observations)
-        # By the id of its module, because a twin is equal to that.
-        self._twins: dict[int, nn.Module] = {}
         # The module calls that are running, the innermost last, each with its input if it matters.
         self._running: list[tuple[Observation | None, _Input | None]] = []
-        # By the id of a weight or bias that the model has read from outside.
-        self._read: dict[int, tuple[Observation, str]] = {}
         # In the order in which they returned.
         self.called: list[Observation] = []
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Put twins in the place of modules and hooks on all, while the context lasts."""
-        for module, seen in list(self._seen.items()):
-            twin = None if module is model else self._twin_of(seen)
-            if twin is not None:
-                self._twins[id(module)] = twin
-        places: list[tuple[dict[str, Any], str, Any]] = []
-        for parent in model.modules():
-            for name, child in parent._modules.items():
-                if id(child) in self._twins:
-                    places.append((parent._modules, name, child))
+        """Have hooks on all modules while the context lasts."""
         with ExitStack() as stack:
-            for table, name, child in places:
-                table[name] = self._twins[id(child)]
-                stack.callback(self._put_back, table, name, child)
-            # A twin has the hooks of its module.
             for module in model.modules():
                 for handle in (
                     module.register_forward_pre_hook(self._enter),
@@ -222,61 +199,12 @@ class _Run(FunctionMode):
             with self:
                 yield
 
-    def _put_back(self, table: dict[str, Any], name: str, child: nn.Module) -> None:
-        if table.get(name) is self._twins[id(child)]:
-            table[name] = child
-
-    def _twin_of(self, seen: Observation) -> nn.Module | None:
-        """Return another object with the state of a module; None if it has matrices, as no norm has.
-
-        In the module's place it shows calls of the module itself, which came by a reference that a
-        replacement would not reach, and what the model reads of the module.
-        """
-        module = seen.module
-        if seen.has_matrix:
-            return None
-        note_read = self._note_read
-
-        class Twin(type(module)):  # type: ignore[misc]
-            def __getattribute__(self, name: str) -> Any:
-                note_read(seen, name)
-                return super().__getattribute__(name)
-
-            # A hook of the user may look its module up in a dict.
-            def __eq__(self, other: object) -> bool:
-                return other is self or other is module
-
-            def __hash__(self) -> int:
-                return hash(module)
-
-        Twin.__name__ = type(module).__name__
-        twin = object.__new__(Twin)
-        object.__setattr__(twin, "__dict__", vars(module))
-        return twin
-
-    def _note_read(self, seen: Observation, name: str) -> None:
-        """Note that the model reads something of a norm, unless its own forward does."""
-        if name.startswith("_") or self._is_running(seen):
-            return
-        if name in _AFFINE:
-            tensor = seen.module._parameters.get(name)
-            if tensor is not None:
-                self._read[id(tensor)] = (seen, name)
-        elif name not in _IN_COMMON and hasattr(seen.module, name):
-            seen.obstacle = _used_outside(name)
-
-    def _is_running(self, seen: Observation) -> bool:
-        return any(running is seen for running, _ in self._running)
-
     def _enter(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Note that a call begins."""
         seen = self._seen.get(module)
         before = None
         if seen is not None:
             before = seen.input_of(args)
-            # The twin was not called.
-            if id(module) in self._twins:
-                seen.obstacle = _ELSEWHERE
         self._running.append((seen, before))
 
     def _record(
@@ -300,21 +228,7 @@ class _Run(FunctionMode):
         self._running.pop()
 
     def call(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note which modules call norms as functions, and which norms' weights the model uses."""
+        """Note which modules call norms as functions."""
         if func in _FUNCTIONS and self._running and self._running[-1][0] is not None:
             self._running[-1][0].functions.add(func.__name__)
-        result = super().call(func, args, kwargs)
-        # Not the weight's dtype or shape.
-        if self._read and isinstance(result, Tensor):
-            for value in tree_leaves((args, kwargs)):
-                seen, name = self._read.get(id(value), (None, ""))
-                if seen is not None and not self._is_running(seen):
-                    seen.obstacle = _used_outside(name)
-        return result
-
-
-def _used_outside(name: str) -> str:
-    return (
-        f"the model uses its {name!r} outside of its call, as a fused norm does, and would get that "
-        "of a point-wise layer: let the model only call the norm"
-    )
+        return super().call(func, args, kwargs)

@@ -13,12 +13,13 @@ from dynorm.errors import ArgumentError, ModelError, listed
 from dynorm.family import NAMES
 from dynorm.find.affine import affine_parts
 from dynorm.find.probe import has_other_forward
+from dynorm.find.tokens import tensor_like
 from dynorm.guard import require_plain_model
 from dynorm.layers import PointwiseNorm
 from dynorm.plain import Plain
 from dynorm.replace.converted import Replaced, dynorm_layers, replaced_by
 from dynorm.replace.options import LayerOptions, Target, chosen_options, options_by_glob
-from dynorm.replace.swap import swap_, take_over_, tensor_like
+from dynorm.replace.swap import swap_, take_over_
 from dynorm.site import NormSite
 from dynorm.table import Table
 

@@ -9,10 +9,11 @@ from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.family import layer_class
+from dynorm.find.tokens import tensor_like
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.plain import PlainRecord
 from dynorm.replace.converted import LAYER_NAMES, identity, is_ours
-from dynorm.replace.swap import swap_, tensor_like
+from dynorm.replace.swap import swap_
 from dynorm.wrappers import plain_modules
 
 

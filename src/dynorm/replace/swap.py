@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ModelError
 from dynorm.find.affine import affine_parts
+from dynorm.find.tokens import tensor_like
 from dynorm.guard import HOOK_TABLES, writes_of
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import Replaced, is_ours, replaced_by
@@ -75,16 +75,3 @@ def original_forward(layer: PointwiseNorm, *args: Tensor) -> Tensor:
             "original model in that dtype, in which find_norms refuses this norm"
         )
     return output
-
-
-def tensor_like(module: nn.Module, model: nn.Module) -> Tensor:
-    """Return a tensor with the device and dtype for a layer in place of ``module``.
-
-    It is the first suitable tensor of the module, or else of the model.
-    """
-    for owner in (module, model):
-        for tensor in (*owner.parameters(), *owner.buffers()):
-            # One byte is a weight quantized to float8, which is not a dtype to compute in.
-            if tensor.is_floating_point() and tensor.element_size() > 1:
-                return tensor
-    return torch.empty(0, dtype=torch.float32, device="cpu")
