@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -576,6 +577,38 @@ def test_batches_without_an_end_are_refused_before_the_model_runs() -> None:
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
     with pytest.raises(DataError, match="must have an end, got more than 500"):
         dynorm.calibrate_(model, itertools.repeat(torch.randn(2, 3, C)))
+
+
+@pytest.mark.parametrize("tune", [dynorm.calibrate_, dynorm.refine_])
+def test_an_interrupt_inside_the_model_leaves_it_as_it_was(tune: Any) -> None:
+    model, x = converted(transformer(1), torch.randn(2, 3, C), witnesses=2), torch.randn(8, 3, C)
+    dynorm.calibrate_(model, [x])
+    model.train()[1].weight.requires_grad_(False)
+    before, calls, threads = parameters(model), itertools.count(), threading.active_count()
+
+    def interrupt(*_: object) -> None:
+        # After the first of the fits or steps.
+        if next(calls) == 6:
+            raise KeyboardInterrupt
+
+    with model[0].mlp[0].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+        tune(model, [x, 2 * x, x, x])
+    assert same(parameters(model), before)
+    assert model.training
+    assert not model[1].weight.requires_grad
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_compiled_model_computes_with_the_calibrated_constants(before: bool) -> None:
+    x = torch.randn(8, 3, C)
+    model = converted(transformer(1), x, witnesses=2).eval()
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        if before:
+            compiled(x)
+        dynorm.calibrate_(model, [x])
+        torch.testing.assert_close(compiled(x), model(x))
 
 
 def test_batches_that_break_off() -> None:

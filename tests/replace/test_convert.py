@@ -450,6 +450,13 @@ def test_copies_are_restored_on_their_own(to: str) -> None:
     assert dynorm.restore_(model)[1] is norm
 
 
+def test_restore_refuses_a_wrapped_model() -> None:
+    """DDP would go on with the layers' parameters."""
+    model = nn.DataParallel(converted(three_norms()))
+    with pytest.raises(ModelError, match=r"pass model\.module"):
+        dynorm.restore_(model)
+
+
 def test_nothing_to_restore(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"point-wise.*nothing"):
         dynorm.restore_(mlp())

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from dynorm.errors import ModelError, listed
 from dynorm.find.affine import affine_parts
-from dynorm.guard import require_values
+from dynorm.guard import require_plain_model
 from dynorm.replace.converted import dynorm_layers, is_ours, replaced_by
 from dynorm.replace.swap import original_, swap_
 
@@ -20,7 +20,7 @@ def restore_(model: nn.Module) -> nn.Module:
 
     Raises:
         ModelError: the model has no point-wise layer, or one whose norm is not known: it was
-            loaded, distilled, folded or sharded; or its weights are offloaded.
+            loaded, distilled, folded or sharded; or it is compiled, wrapped or offloaded.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -28,8 +28,8 @@ def restore_(model: nn.Module) -> nn.Module:
         >>> type(dynorm.restore_(model)[1]).__name__
         'LayerNorm'
     """
+    require_plain_model(model)
     layers = dynorm_layers(model)
-    require_values(model)
     if not layers:
         raise ModelError(
             "the model must be converted, but it has no point-wise layer: there is nothing to "
