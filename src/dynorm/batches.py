@@ -187,14 +187,20 @@ def copied_tensors(value: Item) -> Item:
     copies: dict[int, object] = {}
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
-            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            new = leaf.clone()
+            copies[id(leaf)] = new.requires_grad_() if leaf.requires_grad else new
+    return deep_copy(value, copies)
+
+
+def deep_copy(value: Item, copies: dict[int, object]) -> Item:
+    """Return a deep copy, with the copies that are given, by the ids of what they are copies of."""
     try:
         return copy.deepcopy(value, copies)
     # Any exception may come from the __deepcopy__ of a foreign class.
     except Exception as error:
         raise DataError(
-            "the model's arguments must be something that copy.deepcopy can copy, because the "
-            f"model may write into them, but that raised {type(error).__name__}: {error}"
+            "the model's arguments must be something that copy.deepcopy can copy, because a run "
+            f"may write into them, but that raised {type(error).__name__}: {error}"
         ) from error
 
 

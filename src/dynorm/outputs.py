@@ -1,7 +1,7 @@
 """Choose the tensor of a model's output to compare, and make one vector of it per sample."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,3 +105,29 @@ def sample_vectors(tensor: Tensor, batch: Batch, *, pooled: bool) -> Tensor:
         return tensor.flatten(1)
     counts = valid[has_tokens].sum(1, keepdim=True)
     return normalize(tensor.sum(1) / counts, dim=-1)
+
+
+def relative_error(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Return the largest of :func:`relative_errors`."""
+    return max(relative_errors(tensors, exact), default=0.0)
+
+
+def relative_errors(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+    """Return |tensor - exact| / |exact| of each pair, in the Euclidean norm; infinite if shapes differ."""
+    if [tensor.shape for tensor in tensors] != [tensor.shape for tensor in exact]:
+        return [math.inf]
+    return [_relative_error(a, b) for a, b in zip(tensors, exact, strict=True)]
+
+
+def _relative_error(tensor: Tensor, exact: Tensor) -> float:
+    finite = exact.isfinite()
+    # Infinities and NaN must be the same in both, else the error is infinite.
+    if not torch.equal(finite, tensor.isfinite()):
+        return math.inf
+    if not torch.equal(tensor[~finite].nan_to_num(), exact[~finite].nan_to_num()):
+        return math.inf
+    size = float(exact[finite].norm())
+    difference = float((tensor[finite] - exact[finite]).norm())
+    if size:
+        return difference / size
+    return math.inf if difference else 0.0

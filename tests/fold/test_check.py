@@ -19,7 +19,7 @@ from torch.nn import functional
 from dynorm.errors import DataError, ModelError
 from dynorm.fold import apply, fold, fold_
 from dynorm.fold.check import Check
-from dynorm.fold.tensors import detached_copy, fresh, tensors_in
+from dynorm.fold.tensors import fresh, mapped, tensors_in
 
 C = 8
 Forward = Callable[[Any, Any], Any]
@@ -147,7 +147,7 @@ def test_outputs_and_inputs_that_hide_tensors_are_refused(name: str) -> None:
 
 def test_copies_share_nothing_and_keep_aliases() -> None:
     x = torch.zeros(2)
-    made = detached_copy({"a": [x, x], "b": Batch(x)})
+    made = mapped({"a": [x, x], "b": Batch(x)}, Tensor.clone)
     made["a"][0].add_(1)
     assert made["b"].x is made["a"][1]
     assert not x.any()

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import dynorm
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold import FoldReport, Rewrite, fold, fold_
-from dynorm.fold.check import Check, relative_error
+from dynorm.fold.check import Check
 from dynorm.layers.rmsnorm import RMSNorm
+from dynorm.outputs import relative_error
 from dynorm.site import NormSite
 
 C = 8
@@ -151,7 +152,7 @@ REFUSALS: dict[str, tuple[Run, dict[str, Any], str]] = {
     "a shared weight of its own": (
         lambda m, h: m.h(h) + unseen(m.n, "weight").sum(),
         {},
-        "used elsewhere",
+        "uses this norm outside of its call",
     ),
     "scaled token by token": (lambda m, h: m.h(h * h.new_ones(2, 5, 1)), {}, "scaled token"),
     "dropout in training": (lambda m, h: m.h(functional.dropout(h, 0.5, True)), {}, "dropout"),
@@ -181,7 +182,7 @@ REFUSALS: dict[str, tuple[Run, dict[str, Any], str]] = {
     "a norm's bias as reader's": (
         lambda m, h: m.n2(functional.linear(h, m.h.weight, unseen(m.n2, "bias"))),
         {"h": nn.Linear(C, C), "n2": nn.LayerNorm(C)},
-        "n2.bias is part of a norm",
+        "n2.bias is also used by aten.layer_norm in n2",
     ),
     "held in a list": (
         lambda m, h: m.h(h) + functional.linear(torch.ones_like(h), m.held[0]),
@@ -377,7 +378,7 @@ MEANS: dict[str, tuple[Run, str]] = {
     ),
     "a norm's weight": (
         lambda m, x: m.h(m.n(x + unseen(m.n, "weight"))),
-        "n.weight is part of a norm",
+        "uses this norm outside of its call",
     ),
     "two gains": (
         lambda m, x: m.h(m.n(x + m.l(ones(x)) * m.g + m.l(2 * ones(x)) * m.g2)),

@@ -13,8 +13,9 @@ from benchmarks.fold import RESULTS, double
 from benchmarks.fold_models import LAYERS, NAMES, build, inputs, linear_
 from dynorm.errors import ModelError
 from dynorm.fold import fold_
-from dynorm.fold.check import WideCasts, relative_error
+from dynorm.fold.check import WideCasts
 from dynorm.fold.tensors import tensors_in
+from dynorm.outputs import relative_error
 
 pytest.importorskip("transformers")
 

@@ -14,7 +14,7 @@ import dynorm
 from benchmarks.fold_models import build, inputs, linear_
 from dynorm.errors import ModelError
 from dynorm.fold import fold_
-from dynorm.fold.check import relative_error
+from dynorm.outputs import relative_error
 from dynorm.replace.converted import is_ours
 
 transformers = pytest.importorskip("transformers")

@@ -54,16 +54,6 @@ class LeastSquares:
     residual: Tensor  # the mean squared error
 
 
-@dataclass(frozen=True)
-class Solution:
-    """The best constants of one layer, one value per channel in float64."""
-
-    beta: Tensor  # the same in all channels of a layer that has one for all
-    weight: Tensor  # the factor of the function
-    bias: Tensor
-    squared_error: Tensor  # the mean squared error that is left
-
-
 class SiteFit:
     r"""Running sums from which the constants of one layer follow in closed form.
 
@@ -105,7 +95,8 @@ class SiteFit:
         if self._room:
             self._scales = TokenScales(self.kind, self.eps, self._room)
         self._updates = 0
-        self._solution: Solution | None = None
+        # What is left of the mean squared error of each channel.
+        self._squared_error: Tensor | None = None
         # From the first tokens that have a spread over their channels.
         self._has_started = False
         self._typical: float
@@ -127,7 +118,7 @@ class SiteFit:
         """
         self.update(x, y, weight)
         if self._has_started:
-            self._set_(self._solve())
+            self._set_()
 
     @torch.no_grad()
     def update(self, x: Tensor, y: Tensor, weight: float) -> None:
@@ -161,42 +152,37 @@ class SiteFit:
                 sums.ff[k] += weight * f.square().sum(0)
                 sums.fy[k] += weight * (f * shifted).sum(0)
 
-    def _set_(self, solution: Solution) -> None:
-        """Set the layer's constants, weight and bias."""
-        self._solution = solution
-        layer = self.layer
-        shape = layer.normalized_shape
-        layer.set_slope_(solution.beta.reshape(shape) if layer.per_channel else solution.beta[:1])
-        if self._factor is not None:
-            assert layer.weight is not None
-            layer.weight.copy_((solution.weight - layer.weight_offset).reshape(shape))
-            if layer.bias is not None:
-                layer.bias.copy_(solution.bias.reshape(shape))
-
-    def _solve(self) -> Solution:
+    def _set_(self) -> None:
+        """Set the layer's constants, weight and bias by the sums."""
         lines = self._least_squares()
         residual = lines.residual
         score = residual
-        if not self.layer.per_channel:
+        layer = self.layer
+        if not layer.per_channel:
             score = residual.sum(1, keepdim=True).expand_as(residual)
         lowest, chosen = score.min(0)
         # The first estimate, if another is better only by rounding.
         is_as_good = score[self._estimate_index] <= lowest * (1 + 1e-6)
         chosen = chosen.masked_fill(is_as_good, self._estimate_index)
         channel = torch.arange(residual.shape[1], device=residual.device)
-        return Solution(
-            beta=self._betas[chosen],
-            weight=lines.slope[chosen, channel],
-            bias=lines.offset[chosen, channel],
-            squared_error=residual[chosen, channel],
-        )
+        self._squared_error = residual[chosen, channel]
+        beta = self._betas[chosen]
+        shape = layer.normalized_shape
+        # Without per_channel it is the same in all channels.
+        layer.set_slope_(beta.reshape(shape) if layer.per_channel else beta[:1])
+        if self._factor is not None:
+            assert layer.weight is not None
+            weight = lines.slope[chosen, channel] - layer.weight_offset
+            layer.weight.copy_(weight.reshape(shape))
+            if layer.bias is not None:
+                layer.bias.copy_(lines.offset[chosen, channel].reshape(shape))
 
     @property
     def error(self) -> float:
         """Return the root of the layer's squared error over the target's spread; NaN before there is a solution."""
-        if self._solution is None:
+        if self._squared_error is None:
             return math.nan
-        return math.sqrt(float(self._solution.squared_error.sum()) / self._spread())
+        return math.sqrt(float(self._squared_error.sum()) / self._spread())
 
     def _spread(self) -> float:
         """Return the target's mean square over tokens, summed over channels; about its mean for a layer with a bias."""

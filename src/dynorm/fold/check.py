@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 from dynorm.batches import Inputs
 from dynorm.dtypes import HALVES
 from dynorm.errors import DataError, DynormError, ModelError
-from dynorm.fold.tensors import are_equal, detached_copy, fresh, is_dense, mapped, tensors_in
+from dynorm.fold.tensors import are_equal, fresh, is_dense, mapped, tensors_in
 from dynorm.guard import Function, FunctionMode, undisturbed
+from dynorm.outputs import relative_errors
 
 # The folded weights are rounded once more than the original's: sqrt(2) of its noise, and a margin.
 _NOISE = 2.0
@@ -161,7 +161,7 @@ class Check:
 
     def _outputs(self, model: nn.Module, inputs: Inputs) -> list[Tensor]:
         """Run the model on a copy of some inputs, and return its outputs in float64."""
-        args, kwargs = detached_copy(inputs)
+        args, kwargs = mapped(inputs, lambda tensor: tensor.detach().clone())
         casts = WideCasts() if self.dtype == torch.float64 else nullcontext()
         with undisturbed(model, inputs, attributes=True), casts:
             torch.manual_seed(0)
@@ -197,37 +197,12 @@ def _float(tensor: Tensor) -> Tensor:
     return tensor.detach().float() if tensor.dtype in HALVES else tensor
 
 
-def relative_error(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the largest |tensor - exact| / |exact| over several tensors, in the Euclidean norm."""
-    return max(_errors(tensors, exact), default=0.0)
-
-
 def _largest_errors(
     samples: Sequence[Sequence[Tensor]], exact: Sequence[Sequence[Tensor]]
 ) -> list[float]:
     """Return the largest error of each output over the samples."""
-    errors = map(_errors, samples, exact)
+    errors = map(relative_errors, samples, exact)
     return [max(column) for column in itertools.zip_longest(*errors, fillvalue=0.0)]
-
-
-def _errors(tensors: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
-    if [tensor.shape for tensor in tensors] != [tensor.shape for tensor in exact]:
-        return [math.inf]
-    return [_error(a, b) for a, b in zip(tensors, exact, strict=True)]
-
-
-def _error(tensor: Tensor, exact: Tensor) -> float:
-    finite = exact.isfinite()
-    # Infinities and NaN must be the same in both, else the error is infinite.
-    if not torch.equal(finite, tensor.isfinite()):
-        return math.inf
-    if not torch.equal(tensor[~finite].nan_to_num(), exact[~finite].nan_to_num()):
-        return math.inf
-    size = float(exact[finite].norm())
-    difference = float((tensor[finite] - exact[finite]).norm())
-    if size:
-        return difference / size
-    return math.inf if difference else 0.0
 
 
 def _are_comparable(tensors: Sequence[Tensor]) -> bool:

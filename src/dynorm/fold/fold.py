@@ -14,7 +14,7 @@ from dynorm.fold.check import Check
 from dynorm.fold.plan import Options, planned
 from dynorm.fold.report import FoldReport
 from dynorm.fold.site import site_folds
-from dynorm.fold.tensors import detached_copy
+from dynorm.fold.tensors import tensors_in
 from dynorm.fold.trace import Graph, separated_
 from dynorm.guard import require_plain_model, undisturbed
 from dynorm.replace.edits import edits_of, is_changed
@@ -126,13 +126,12 @@ def folded(
     The first example is traced. The model must be foldable.
     """
     example = examples[0]
-    with undisturbed(model, example, attributes=True) as put_back:
+    # Refuses one in which tensors may hide.
+    tensors_in(example)
+    with undisturbed(model, example, attributes=True):
         if sites is None:
-            # A run may write into its arguments: a cache grows.
-            run_args, run_kwargs = detached_copy(example)
-            sites = find_norms(model, *run_args, **run_kwargs)
-            # Nothing must start from tensors that a run kept on a module.
-            put_back()
+            args, kwargs = example
+            sites = find_norms(model, *args, **kwargs)
         ties = separated_(model) if options.untie else []
         folds = site_folds(sites, dict(model.named_modules()), paths)
         # A norm that cannot be folded is traced as it is.

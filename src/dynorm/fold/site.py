@@ -17,11 +17,12 @@ from dynorm.find.tokens import (
     plain_arithmetic,
     plain_copy,
 )
-from dynorm.fold.check import WideCasts, relative_error
+from dynorm.fold.check import WideCasts
 from dynorm.fold.graph import double
 from dynorm.fold.report import FOLDED, NOT_WANTED, FoldedSite, Rewrite
 from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
+from dynorm.outputs import relative_error
 from dynorm.site import NormSite
 
 _EXACT = 1e-11

@@ -1,6 +1,5 @@
 """The tensors in a model's inputs and outputs, and fresh inputs like an example."""
 
-import copy
 import enum
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dynorm.batches import Inputs
-from dynorm.errors import DataError, ModelError
+from dynorm.batches import Inputs, deep_copy
+from dynorm.errors import ModelError
 
 _Value = TypeVar("_Value")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -65,20 +64,7 @@ def _is_plain_object(value: object) -> bool:
 
 def mapped(value: _Value, function: Callable[[Tensor], Tensor]) -> _Value:
     """Return a deep copy with a function applied to each tensor; classes and aliases are kept."""
-    memo: dict[int, object] = {id(tensor): function(tensor) for tensor in tensors_in(value)}
-    try:
-        return copy.deepcopy(value, memo)
-    # Any exception may come from the __deepcopy__ of a foreign class.
-    except Exception as error:
-        raise DataError(
-            "the example must be something that copy.deepcopy can copy, because the model is run "
-            f"several times, but that raised {type(error).__name__}: {error}"
-        ) from error
-
-
-def detached_copy(value: _Value) -> _Value:
-    """Return a deep copy with detached tensors, so that a run cannot write into the caller's."""
-    return mapped(value, lambda tensor: tensor.detach().clone())
+    return deep_copy(value, {id(tensor): function(tensor) for tensor in tensors_in(value)})
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -1,13 +1,10 @@
 """Trace a model's graph: each norm becomes one opaque node, and parameters know their owners."""
 
 import functools
-import logging
 import operator
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from io import StringIO
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 from warnings import catch_warnings
@@ -95,7 +92,7 @@ class Graph:
             # Python finds an instance attribute before the method of the class.
             norm.__dict__["forward"] = _hidden_norm(number)
         try:
-            with _silent():
+            with catch_warnings(action="ignore"):
                 program = _exported(_Flat(model, example))
         except DynormError:
             raise
@@ -260,18 +257,3 @@ class _Flat(nn.Module):
         by_id = {id(held): tensor for held, tensor in zip(self.tensors, tensors, strict=True)}
         args, kwargs = mapped(self.inputs, lambda tensor: by_id[id(tensor)])
         return tuple(tensors_in(self.model(*args, **kwargs)))
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Keep torch from printing the half-traced graph of a model that cannot be traced."""
-    logger = logging.getLogger("torch")
-    with (
-        catch_warnings(action="ignore"),
-        redirect_stdout(StringIO()),
-        redirect_stderr(StringIO()),
-        ExitStack() as stack,
-    ):
-        stack.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.CRITICAL)
-        yield
