@@ -10,9 +10,9 @@ NAME_dinov2 := DINOv2-small
 BF16 := $(if $(shell grep -m 1 avx512_bf16 /proc/cpuinfo 2>&1),--bf16)
 OPTIONS_minilm := $(BF16)
 # Blocks of text are measured.
-OPTIONS_smollm2 := --refine 0 --held-out 96 $(BF16)
+OPTIONS_smollm2 := --held-out 96 $(BF16)
 # Some 170 photographs are fitted to in crops, and 96 measured as they are.
-OPTIONS_dinov2 := --images build/pictures --refine 0 --held-out 96 $(BF16)
+OPTIONS_dinov2 := --images build/pictures --held-out 96 $(BF16)
 DATA_dinov2 := build/pictures
 OUT := build/$(if $(filter minilm,$(MODEL)),demo,$(MODEL))
 # A slow machine takes longer, and gets the figures of the pages all the same.

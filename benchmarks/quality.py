@@ -54,7 +54,7 @@ class Subject:
     Args:
         model: the original.
         calibration: batches to set the constants on.
-        fit: batches to refine and distil on, one per step; they are repeated if steps remain.
+        fit: batches to distil on, one per step; they are repeated if steps remain.
         held_out: batches to measure on, for each kind of data.
         figures: the figures of a report that count for this kind of model.
     """
@@ -77,23 +77,23 @@ class Run:
 
 RUNS = {
     "minilm": [
-        Run("dyisru", 0, 300),
-        Run("linear", 0, 300),
+        Run("dyisru", 0, 500),
+        Run("linear", 0, 500),
         Run("dyt", 0, 0),
         Run("derf", 0, 0),
-        Run("dyisru", 4, 0),
+        Run("dyisru", 4, 500),
         Run("dyisru", 16, 0),
     ],
     "smollm2": [
-        Run("dyisru", 0, 0),
-        Run("linear", 0, 0),
-        Run("dyisru", 4, 0),
-        Run("dyisru", 8, 0),
+        Run("dyisru", 0, 80),
+        Run("linear", 0, 80),
+        Run("dyisru", 8, 80),
+        Run("dyisru", 16, 0),
     ],
     "dinov2": [
-        Run("dyisru", 0, 0),
-        Run("linear", 0, 0),
-        Run("dyisru", 4, 0),
+        Run("dyisru", 0, 150),
+        Run("linear", 0, 150),
+        Run("dyisru", 4, 150),
         Run("dyisru", 16, 0),
     ],
 }
@@ -111,7 +111,7 @@ def minilm() -> Subject:
     return Subject(
         pretrained.model,
         make_batches(pretrained, ids[:256], 32, 0),
-        make_batches(pretrained, ids, 32, 0),
+        make_batches(pretrained, ids, 16, 0),
         held_out,
         EMBEDDING,
     )
@@ -138,7 +138,7 @@ def smollm2() -> Subject:
     return Subject(
         pretrained.model,
         make_batches(pretrained, ids[:24], 2, 0),
-        make_batches(pretrained, ids, 4, 0),
+        make_batches(pretrained, ids, 2, 0),
         held_out,
         LANGUAGE,
     )
@@ -153,7 +153,7 @@ def dinov2() -> Subject:
     return Subject(
         pretrained.model,
         list(inputs.batches(inputs.fit[:128], 2, 0)),
-        list(inputs.batches(inputs.fit, 8, 0)),
+        list(inputs.batches(inputs.fit, 4, 0)),
         {"photographs": list(inputs.batches(inputs.held_out, 8))},
         EMBEDDING,
     )
@@ -228,12 +228,10 @@ def rows(subject: Subject, run: Run, seed: int) -> Iterator[Row]:
         held_out=held_out,
         to=run.to,
         witnesses=run.witnesses,
-        refine=0,
         steps=0,
     )
     yield row("calibrated", 0)
     if run.steps:
-        dynorm.refine_(model, subject.fit[:50], steps=50)
         dynorm.distill_(model, subject.fit, teacher=subject.model, steps=run.steps, seed=seed)
         yield row("distilled", run.steps)
 

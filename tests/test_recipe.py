@@ -69,7 +69,7 @@ def test_the_job_has_the_defaults_of_the_verbs() -> None:
     one, job, data = plain(), plain(), rows()
     dynorm.convert_(one, dynorm.find_norms(one, data[0]))
     dynorm.calibrate_(one, data)
-    dynorm.convert_model(job, data, held_out=data[:1], refine=0, steps=0, fold_means=False)
+    dynorm.convert_model(job, data, held_out=data[:1], steps=0, fold_means=False)
     for ours, theirs in zip(one.parameters(), job.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -88,10 +88,6 @@ def test_the_verbs_have_the_defaults_of_the_recipe(
     parameters = inspect.signature(verb).parameters
     for name in names:
         assert parameters[name].default == getattr(Recipe, name), name
-
-
-def test_a_refinement_is_as_long_as_the_recipe_says() -> None:
-    assert inspect.signature(dynorm.refine_).parameters["steps"].default == Recipe.refine
 
 
 @pytest.mark.parametrize(
@@ -141,8 +137,7 @@ def test_a_file_that_is_not_a_recipe(text: str, tmp_path: Path) -> None:
         ("witnesses", -1),
         ("witnesses", 2.5),
         ("witnesses", "4"),
-        ("refine", None),
-        ("refine", 1.5),
+        ("steps", 1.5),
         ("steps", "3"),
         ("lr", "1e-3"),
         ("seed", None),
@@ -162,7 +157,7 @@ def test_wrong_values_are_refused(name: str, value: object) -> None:
 
 
 def test_convert_model_takes_a_recipe_and_changes_of_it() -> None:
-    recipe = Recipe(to="dyt", witnesses=2, refine=0, steps=0)
+    recipe = Recipe(to="dyt", witnesses=2, steps=0)
     one, again = plain(), plain()
     report = dynorm.convert_model(one, rows(), recipe=recipe, per_channel=True)
     assert report.meta["recipe"] == recipe.changed(per_channel=True).filled_for(one).to_dict()
@@ -183,7 +178,7 @@ def test_convert_model_refuses_what_is_not_a_recipe() -> None:
 
 def test_the_first_glob_that_matches_decides() -> None:
     model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.LayerNorm(16))
-    recipe = Recipe(to={"0": None, "2": {"per_channel": True}, "[023]": "dyt"}, refine=0, steps=0)
+    recipe = Recipe(to={"0": None, "2": {"per_channel": True}, "[023]": "dyt"}, steps=0)
     dynorm.convert_model(model, rows(), recipe=recipe)
     names = [type(module).__name__ for module in model]
     assert names == ["LayerNorm", "Linear", "DyISRU", "DyT"]

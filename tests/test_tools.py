@@ -66,11 +66,10 @@ def report_of(steps: int, cosine: float) -> dict[str, Any]:
 
     stages: dict[str, Any] = {
         "calibrate": {"output": output(0.0, 64)},
-        "refine": {"output": output(0.01, 64)},
     }
     if steps:
         stages["distill"] = {"output": output(0.02, 64), "steps": steps}
-    recipe = {"to": "dyisru", "refine": 50}
+    recipe = {"to": "dyisru"}
     return {"output": output(0.03, 512), "meta": {"recipe": recipe, "stages": stages}}
 
 
@@ -79,7 +78,6 @@ def test_the_figures_of_the_demo_are_shown_next_to_the_committed_ones() -> None:
     rows = [line for line in lines if "mean cosine" in line]
     assert [(row.split("  ")[0], row.split()[-2:]) for row in rows] == [
         ("calibrated, 64 samples", ["0.9000", "0.8000"]),
-        ("and refined, 64 samples", ["0.9100", "0.8100"]),
         ("and distilled, 64 samples", ["0.9200", "0.8200"]),
         ("at the end, 512 samples", ["0.9300", "0.8300"]),
     ]
@@ -88,7 +86,7 @@ def test_the_figures_of_the_demo_are_shown_next_to_the_committed_ones() -> None:
 
 def test_a_demo_with_other_options_is_compared_only_up_to_them() -> None:
     shown = demo_figures.comparison(report_of(0, 0.9), report_of(9, 0.8))
-    assert "and refined" in shown
+    assert "calibrated" in shown
     assert "distilled" not in shown
     assert "at the end" not in shown
     assert "not comparable: steps is 0 instead of 9." in shown

@@ -18,10 +18,9 @@ COMMITTED = {"minilm": RESULTS / "demo.json"}
 # The fields of the recipe that each stage depends on, in addition to those of the stages before.
 DEPENDS = {
     "calibrate": ("to", "per_channel", "witnesses", "calibration", "max_length", "seed"),
-    "refine": ("refine", "batch"),
-    "distill": ("bf16", "lr"),
+    "distill": ("batch", "bf16", "lr"),
 }
-TITLES = {"calibrate": "calibrated", "refine": "and refined", "distill": "and distilled"}
+TITLES = {"calibrate": "calibrated", "distill": "and distilled"}
 FIGURES = {
     "cosine_mean": "mean cosine",
     "cosine_min": "worst cosine",

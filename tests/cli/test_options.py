@@ -18,7 +18,7 @@ PAIRS: list[tuple[list[str], dict[str, Any]]] = [
     (["--per-channel"], {"per_channel": True}),
     (["--witnesses", "4"], {"witnesses": 4}),
     (["--keep-means"], {"fold_means": False}),
-    (["--refine", "0", "--steps", "7"], {"refine": 0, "steps": 7}),
+    (["--steps", "7"], {"steps": 7}),
     (["--lr", "1e-3", "--bf16"], {"lr": 1e-3, "bf16": True}),
     (["--checkpoints", "kept"], {"checkpoints": Path("kept")}),
     (["--held-out", "9", "--batch", "3", "--seed", "5"], {"held_out": 9, "batch": 3, "seed": 5}),

@@ -12,7 +12,7 @@ from transformers import BertModel
 from tests.jobs.conftest import TEXTS, save, tiny_bert
 
 COMMANDS = {
-    "convert": "tiny converted --texts texts.txt --held-out 16 --max-length 16 --refine 1 --steps 2 --lr 1e-5",
+    "convert": "tiny converted --texts texts.txt --held-out 16 --max-length 16 --steps 2 --lr 1e-5",
     "inspect": "tiny --texts texts.txt --samples 8 --out inspection.html",
     "fold": "tiny folded",
     "paper": "--samples 1",

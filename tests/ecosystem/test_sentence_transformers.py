@@ -25,8 +25,8 @@ TEXTS = [
     "Read a file",
     "return the sum of two",
 ]
-QUICK = Recipe(refine=0, steps=0, held_out=8, max_length=32)
-WORDS = Recipe(refine=0, steps=0, held_out=4, max_length=8)
+QUICK = Recipe(steps=0, held_out=8, max_length=32)
+WORDS = Recipe(steps=0, held_out=4, max_length=8)
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ def test_the_model_stays_the_same_function(bent: bool) -> None:
 def test_layers_are_nearer_to_norms_without_a_mean() -> None:
     errors = []
     for fold_means in (True, False):
-        report = dynorm.convert_model(Stream(), batches(), fold_means=fold_means, refine=0)
+        report = dynorm.convert_model(Stream(), batches(), fold_means=fold_means)
         errors.append(1 - report.output.cosine_mean)
     assert errors[0] < 0.5 * errors[1]
 
@@ -134,7 +134,7 @@ def test_a_decoder_with_folded_means_loads_with_transformers(tmp_path: Path) -> 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config).eval()
     samples = [{"input_ids": ids} for ids in batches(4)]
-    report = dynorm.convert_model(model, samples, refine=0, steps=0)
+    report = dynorm.convert_model(model, samples, steps=0)
     stage = report.meta["stages"]["fold_means"]
     assert (stage["folded"], stage["untied"]) == (5, ["lm_head.weight"])
     dynorm.save(model, tmp_path / "model")

@@ -13,7 +13,7 @@ from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.fold import fold_pretrained
 from dynorm.recipe import Recipe
 
-QUICK = Recipe(held_out=16, max_length=16, batch=8, refine=2, steps=0, calibration=24)
+QUICK = Recipe(held_out=16, max_length=16, batch=8, steps=0, calibration=24)
 pytestmark = pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
 
 
@@ -43,7 +43,7 @@ def test_the_card_is_our_own_and_keeps_the_license(
     out = tmp_path / "out"
     report = convert_pretrained(source, out, recipe, texts=[texts])
     stages = report.meta["stages"]
-    assert [stages[name]["samples"] for name in ("calibrate", "refine")] == [24, 16]
+    assert stages["calibrate"]["samples"] == 24
     own = words_of(out / "model" / "README.md")
     # A folder on this machine is no base model to others.
     assert own.startswith("--- license: mit language: - en tags: - dynorm")

@@ -68,7 +68,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
 def test_a_gguf_file_is_converted(file: Path, texts: Path, tmp_path: Path) -> None:
-    recipe = Recipe(held_out=16, max_length=32, refine=2, steps=2)
+    recipe = Recipe(held_out=16, max_length=32, steps=2)
     report = convert_pretrained(file, tmp_path / "out", recipe, texts=[texts])
     assert report.output.kind == "language"
     assert len(report.sites) == 2 * BLOCKS + 1

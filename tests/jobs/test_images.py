@@ -23,7 +23,7 @@ from dynorm.jobs.inputs import CROPS, ShuffledBatches, image_inputs
 from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.recipe import Recipe
 
-QUICK = Recipe(refine=2, steps=0, held_out=8, batch=4, calibration=16)
+QUICK = Recipe(steps=0, held_out=8, batch=4, calibration=16)
 SIZE = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -224,7 +224,7 @@ def test_the_command_line_takes_images(
     status: Callable[..., Any],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    quick = ["--batch", 4, "--refine", 0, "--steps", 0, "--held-out", 6, "--json"]
+    quick = ["--batch", 4, "--steps", 0, "--held-out", 6, "--json"]
     files = [word for i in range(12) for word in ("--images", images / f"{i:02}.png")]
     assert status("convert", vision, tmp_path / "out", *quick, *files) == 0
     assert json.loads(capsys.readouterr().out)["output"]["samples"] == 6

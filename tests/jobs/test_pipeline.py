@@ -19,7 +19,7 @@ from dynorm.jobs.convert import convert_pretrained
 from dynorm.recipe import Recipe
 from dynorm.replace.converted import dynorm_layers
 
-QUICK = Recipe(refine=2, steps=0, held_out=16, max_length=16, batch=8, calibration=24)
+QUICK = Recipe(steps=0, held_out=16, max_length=16, batch=8, calibration=24)
 pytestmark = pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
 
 
@@ -90,7 +90,7 @@ def test_outputs_are_apart_from_their_source(encoder: Path, texts: Path, tmp_pat
 
 def test_the_command_takes_layers_by_globs(encoder: Path, texts: Path, tmp_path: Path) -> None:
     words = ["convert", str(encoder), str(tmp_path / "out"), "--texts", str(texts), "--json"]
-    words += ["--held-out", "16", "--max-length", "16", "--refine", "0", "--steps", "0"]
+    words += ["--held-out", "16", "--max-length", "16", "--steps", "0"]
     done = CliRunner().invoke(app, [*words, "--to", "dyt", "--to", "embeddings.*=keep"])
     assert done.exit_code == 0, done.output
     recipe = json.loads(done.stdout)["meta"]["recipe"]

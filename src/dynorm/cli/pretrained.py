@@ -113,12 +113,10 @@ def convert(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(help="Steps of distillation, 0 for none. Default: 300."),
+        typer.Option(
+            help="Steps of distillation, 0 for none. Default: 500 for an encoder of texts, else 300."
+        ),
     ] = Recipe.steps,
-    refine: Annotated[
-        int,
-        typer.Option(help="Steps that train the constants of all layers together."),
-    ] = Recipe.refine,
     held_out: Annotated[
         int,
         typer.Option(
@@ -164,7 +162,7 @@ def convert(
         bool,
         typer.Option(
             "--bf16",
-            help="Refine and distil in bfloat16, which is up to three times as fast on processors "
+            help="Distil in bfloat16, which is up to three times as fast on processors "
             "that support it.",
         ),
     ] = Recipe.bf16,

@@ -57,7 +57,7 @@ def refine_(
     model: nn.Module,
     batches: Iterable[Batch],
     *,
-    steps: int = Recipe.refine,
+    steps: int = 50,
     lr: float = 3e-3,
     bf16: bool = Recipe.bf16,
 ) -> RefinementReport:

@@ -58,21 +58,16 @@ def convert_pretrained(
     assert recipe.calibration is not None
     inputs = job.inputs
     say(str(recipe))
-    # Samples that calibration has not seen, if there are any.
-    samples = inputs.fit[recipe.calibration :][: recipe.refine * recipe.batch] or inputs.fit
     size = _CALIBRATION_BLOCKS if job.pretrained.language_model else None
     data = Data(
         calibration=job.batches(inputs.fit[: recipe.calibration], recipe.seed, size),
-        refinement=job.batches(samples, recipe.seed),
         training=ShuffledBatches(inputs.batches, inputs.fit, recipe.batch, recipe.seed),
         held_out=job.batches(inputs.held_out),
-        compared=job.batches(inputs.held_out[: 2 * recipe.batch]),
+        compared=job.batches(inputs.held_out[: 4 * recipe.batch]),
     )
     report = convert_in_stages_(model, data, recipe, job.meta, say)
     stages = report.meta["stages"]
     stages["calibrate"]["samples"] = min(recipe.calibration, len(inputs.fit))
-    if recipe.refine:
-        stages["refine"]["samples"] = min(len(samples), recipe.refine * recipe.batch)
     if report.output.worst is not None:
         report.meta["worst_sample"] = inputs.name(report.output.worst)
     write_out(

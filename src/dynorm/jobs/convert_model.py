@@ -1,4 +1,4 @@
-"""The main job in one call: find, replace, calibrate, refine, distil, measure."""
+"""The main job in one call: find, replace, calibrate, distil, measure."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -23,11 +23,11 @@ def convert_model(
 ) -> ModelReport:
     """Replace a model's norms, train the new layers and measure the loss, in place, in one call.
 
-    It is :func:`find_norms`, :func:`convert_`, :func:`calibrate_`, :func:`refine_`,
-    :func:`distill_` and :func:`measure`. Before them, the means of LayerNorms are folded into the
-    weights, unless ``fold_means=False`` leaves them. After each of the three in the middle the
-    outputs for the first two batches to measure on are compared with the original's, and at the
-    end the model has the values of the best one. If one of them fails, the model is restored.
+    It is :func:`find_norms`, :func:`convert_`, :func:`calibrate_`, :func:`distill_` and
+    :func:`measure`. Before them, the means of LayerNorms are folded into the weights, unless
+    ``fold_means=False`` leaves them. After calibration and distillation the outputs for the first
+    two batches to measure on are compared with the original's. If one of them fails, the model is
+    restored.
 
     Args:
         model: any module that is neither compiled nor wrapped, with all its norms.
@@ -37,8 +37,8 @@ def convert_model(
         recipe: how to convert, a :class:`Recipe`; None takes the defaults. Its fields about samples
             (``held_out``, ``max_length``, ``batch``, ``calibration``) are not used here, because
             the batches are given.
-        options: other fields of the :class:`Recipe`, such as ``to="dyt"``, ``witnesses=2``,
-            ``refine=100`` or ``steps=0``, in place of those of ``recipe``.
+        options: other fields of the :class:`Recipe`, such as ``to="dyt"``, ``witnesses=2``
+            or ``steps=0``, in place of those of ``recipe``.
 
     Returns:
         The report on the held-out batches. ``report.meta["recipe"]`` is the recipe with the
@@ -54,7 +54,7 @@ def convert_model(
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
         >>> data = [torch.randn(64, 8) for _ in range(8)]
-        >>> report = dynorm.convert_model(model, data, refine=8, steps=0)
+        >>> report = dynorm.convert_model(model, data, steps=0)
         >>> report.output.cosine_mean > 0.7
         True
     """
@@ -81,7 +81,7 @@ def convert_model(
             "there must be batches to fit on and others to measure on, got 1: give more, or "
             "held_out="
         )
-    data = Data(fit, fit, fit, tests, tests[:2])
+    data = Data(fit, fit, tests, tests[:2])
     return convert_in_stages_(model, data, recipe, {})
 
 

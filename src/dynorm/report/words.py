@@ -27,7 +27,7 @@ _NAMED = 3
 # With a spread of the tokens' sizes below this, a layer without witnesses loses little.
 _ALIKE = 0.2
 
-STAGES = {"calibrate": "without training", "refine": "refined", "distill": "distilled"}
+STAGES = {"calibrate": "without training", "distill": "distilled"}
 """How a model is called after each stage of a conversion, in their order."""
 
 FIGURES = {
