@@ -49,7 +49,7 @@ def main() -> None:
             texts[start : start + 16],
             padding=True,
             truncation=True,
-            max_length=32,
+            max_length=16,
             return_tensors="pt",
         )
         batches.append(batch)
