@@ -100,9 +100,10 @@ floor:
 python3.%:
 	$(call quick_tests,$@,$@,constraints.txt)
 
-# The hundred architectures that take longest, beside those of `make test`.
+# The architectures that `make test` leaves out: the hundred that take longest, and twins in the fold.
 architectures: setup
-	OMP_NUM_THREADS=1 DYNORM_EXHAUSTIVE=1 $(BIN)/python -m pytest --numprocesses 2 tests/find/test_architectures.py
+	OMP_NUM_THREADS=1 DYNORM_EXHAUSTIVE=1 $(BIN)/python -m pytest --numprocesses 2 \
+		tests/find/test_architectures.py tests/fold/test_models.py
 
 lint: setup
 	$(BIN)/ruff check .
