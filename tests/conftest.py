@@ -9,6 +9,8 @@ from collections.abc import Iterator
 # Inductor would compile and load a trial for each instruction set of this CPU, which takes longer
 # than most tests.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# And it would start processes that import torch, which compile nothing for a CPU.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Its own check of random generators, once it is imported, sees no object that is frozen below.
 import hypothesis  # noqa: F401
