@@ -156,6 +156,8 @@ def test_a_class_of_layernorms_cannot_hold_a_model_without_them(name: str) -> No
     model = linear(name)
     with pytest.raises(ModelError, match=r"LayerNorm.*mean.*remote_code"):
         dynorm.hub.as_stock(model, **inputs(name, model))
+    with pytest.raises(ModelError, match="_orig_mod"):
+        dynorm.hub.as_stock(torch.compile(model), **inputs(name, model))  # type: ignore[arg-type]
 
 
 def test_a_saved_model_loads_with_its_identities(tmp_path: Path) -> None:

@@ -481,9 +481,14 @@ def test_an_offloaded_model_is_left_as_it_is() -> None:
     dynorm.calibrate_(model, [X])
     kinds = [type(module) for module in model]
     given = copy.deepcopy(model)
+    annealed = converted(copy.deepcopy(original), to="annealed")
+    dynorm.set_anneal_(annealed, 1.0)
     hooks.cpu_offload(model)
+    hooks.cpu_offload(annealed)
     for verb in (
         lambda: dynorm.restore_(model),
+        lambda: dynorm.finalize_(annealed),
+        lambda: dynorm.Monitor(model),
         lambda: dynorm.calibrate_(model, [X]),
         lambda: dynorm.refine_(model, [X], steps=1),
         lambda: dynorm.measure(model, [X], original=original),
@@ -494,6 +499,7 @@ def test_an_offloaded_model_is_left_as_it_is() -> None:
             verb()
     assert [type(module) for module in model] == kinds
     assert model(X).isfinite().all()
+    assert annealed(X).isfinite().all()
 
 
 def test_a_norm_that_modifies_its_input_after_a_cast() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from dynorm.batches import example_arguments
 from dynorm.errors import ModelError, listed
 from dynorm.fold.check import Check
+from dynorm.guard import require_plain_model
 from dynorm.replace.converted import is_ours
 from dynorm.replace.edits import edits_of
 
@@ -50,6 +51,7 @@ def as_stock(
         L. Baroni et al., "Transformers Don't Need LayerNorm at Inference Time", arXiv 2507.02559,
         with 1e12 and 1e6.
     """
+    require_plain_model(model)
     config: object = copy.deepcopy(getattr(model, "config", None))
     eps_names = []
     for name in getattr(config, "__dict__", ()):
@@ -60,6 +62,8 @@ def as_stock(
             f"the model must have a config with the eps of its norms, but {type(model).__name__} "
             "has none: pass a model of transformers, or save this one with dynorm.save"
         )
+    # A config that names layers builds no norms.
+    vars(config).pop("quantization_config", None)
     _require_no_layernorm(model, config)
     identities = _identities(model)
     like = next(model.parameters())
@@ -70,7 +74,6 @@ def as_stock(
         )
     args, kwargs = example_arguments(model, args, kwargs)
     before = Check(model, [(args, kwargs)], tolerance)
-    vars(config).pop("quantization_config", None)
     vars(config).update(dict.fromkeys(eps_names, _EPS))
     stock: nn.Module = type(model)(config).to(like.device, like.dtype).eval()
     stock.load_state_dict(stock.state_dict() | model.state_dict())

@@ -52,7 +52,7 @@ def register() -> None:
     kind = PreTrainedModel
     kind.save_pretrained = _describing(_original(kind.save_pretrained))
     kind.from_pretrained = classmethod(_checked(_original(kind.from_pretrained)))
-    kind._from_config = classmethod(_refusing(_original(kind._from_config)))
+    kind.__init__ = _refusing(_original(kind.__init__))
 
 
 def _original(method: Any) -> Any:
@@ -116,22 +116,22 @@ def _checked(from_pretrained: Any) -> Any:
     return checked_from_pretrained
 
 
-def _refusing(from_config: Any) -> Any:
-    """Return ``_from_config`` that refuses a config which names layers: it would build norms."""
+def _refusing(build: Any) -> Any:
+    """Return an ``__init__`` that refuses a config which names layers: it would build norms."""
 
-    @wraps(from_config)
-    def refusing_from_config(cls: Any, config: Any, **kwargs: object) -> Any:
-        # Inside of from_pretrained a model may build its base so, which then gets the layers.
+    @wraps(build)
+    def refusing_init(self: Any, config: Any, *args: object, **kwargs: object) -> None:
+        # from_pretrained builds a model in the same way, and then gives it the layers.
         if DTYPE_GIVEN.get() is None and _method(config) == METHOD:
             raise ModelError(
                 "the config must not name point-wise layers to build a new model from, because "
-                f"{cls.__name__} would have norms in their place: call from_pretrained, or delete "
-                "config.quantization_config to get the norms"
+                f"{type(self).__name__} would have norms in their place: call from_pretrained, or "
+                "delete config.quantization_config to get the norms"
             )
-        return from_config(cls, config, **kwargs)
+        build(self, config, *args, **kwargs)
 
-    refusing_from_config._without_dynorm = from_config  # type: ignore[attr-defined]
-    return refusing_from_config
+    refusing_init._without_dynorm = build  # type: ignore[attr-defined]
+    return refusing_init
 
 
 def _method(config: Any) -> object:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dynorm.arguments import check_count, check_share, require_gathered
 from dynorm.batches import site_tokens, token_masks
 from dynorm.errors import ArgumentError, DataError, ModelError
+from dynorm.guard import require_values
 from dynorm.layers import AnnealedNorm
 from dynorm.replace.converted import dynorm_layers, replaced_by
 from dynorm.replace.swap import swap_, take_over_
@@ -81,8 +82,8 @@ def finalize_(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        ModelError: the model has no annealed layer, is one itself, or is sharded by FSDP2; or a
-            layer is not at t = 1.
+        ModelError: the model has no annealed layer, is one itself, is sharded by FSDP2 or
+            offloaded; or a layer is not at t = 1.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -92,6 +93,7 @@ def finalize_(model: nn.Module) -> nn.Module:
         'DyISRU'
     """
     layers = annealed_layers(model)
+    require_values(model)
     require_gathered(model)
     early = {path: layer.position for path, layer in layers.items() if layer.position < 1}
     if early:

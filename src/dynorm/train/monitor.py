@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from dynorm.arguments import check_share
 from dynorm.batches import site_tokens
 from dynorm.errors import CalibrationWarning
+from dynorm.guard import require_values
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.saturation import saturated_share
 from dynorm.replace.converted import require_layers
@@ -50,7 +51,7 @@ class Monitor:
 
     Raises:
         ArgumentError: ``model`` is not a module, or ``warn_at`` not from 0 to 1.
-        ModelError: the model has no point-wise layer.
+        ModelError: the model has no point-wise layer, or is offloaded.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), dynorm.DyISRU(8))
@@ -66,7 +67,9 @@ class Monitor:
         self._warned: set[str] = set()
         self._handles: list[RemovableHandle] = []
         self._clear()
-        for path, layer in require_layers(model).items():
+        layers = require_layers(model)
+        require_values(model)
+        for path, layer in layers.items():
             self._handles.append(
                 layer.register_forward_hook(partial(self._see, path), with_kwargs=True)
             )
