@@ -40,6 +40,32 @@ class TestMonitor:
         assert found["beta/0"] == pytest.approx(4.0, rel=1e-5)
         assert found["drift/0"] == 1.0
 
+    @pytest.mark.parametrize(
+        ("fault", "advice"),
+        [("one rate", "schedule scale"), ("made before", "after convert_"), ("", "")],
+    )
+    def test_rates_that_leave_the_constants_behind(self, fault: str, advice: str) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), dynorm.DyISRU(4))
+        optimizer = torch.optim.SGD(dynorm.param_groups(model, lr=1e-3))
+        if fault == "made before":
+            optimizer = torch.optim.SGD(model[0].parameters(), lr=1e-3)
+        if fault == "one rate":
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3
+        other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+        with (
+            dynorm.Monitor(model, warn_at=1.0) as monitor,
+            warnings.catch_warnings(record=True) as seen,
+        ):
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.randn(8, 4)).sum().backward()
+                optimizer.step()
+                other.step()
+                monitor.read()
+        assert [advice in str(warning.message) for warning in seen] == [True] * bool(fault)
+
     def test_drift_is_from_the_start_and_figures_are_since_the_last_call(self) -> None:
         layer = dynorm.DyISRU(4)
         with dynorm.Monitor(layer, warn_at=1.0) as monitor:
@@ -129,7 +155,11 @@ class TestCallback:
         data = [{"x": torch.ones(4)}] * 8
         monitor = callbacks.MonitorCallback()
         trainer = transformers.Trainer(Net(), arguments, train_dataset=data, callbacks=[monitor])
-        with pytest.warns(dynorm.errors.CalibrationWarning, match="'norm' saturates"):
+        kind = dynorm.errors.CalibrationWarning
+        with (
+            pytest.warns(kind, match="same learning rate"),
+            pytest.warns(kind, match="'norm' saturates"),
+        ):
             trainer.train()
         names = {f"{name}/norm" for name in ("saturated", "size", "beta", "drift")}
         entries = [entry for entry in trainer.state.log_history if "loss" in entry]

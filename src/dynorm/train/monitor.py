@@ -1,17 +1,20 @@
 """Watch the point-wise layers of a model while it trains."""
 
 import warnings
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dynorm.arguments import check_share
 from dynorm.batches import site_tokens
-from dynorm.errors import CalibrationWarning
+from dynorm.errors import CalibrationWarning, listed
 from dynorm.guard import require_values
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.saturation import saturated_share
@@ -42,8 +45,8 @@ class Monitor:
     - ``beta`` is its constant, the median over the channels;
     - ``drift`` is ``beta`` divided by the first one seen.
 
-    Padding counts. Compile a model after the monitor is attached. The figures are those of this
-    process. Sharded constants (DTensors) are gathered: watch such a model on every rank.
+    It also looks at the rates of the optimizers that step the model. Padding counts. Compile a
+    model after the monitor is attached. The figures are those of this process. Sharded constants (DTensors) are gathered: watch such a model on every rank.
 
     Args:
         model: any model with point-wise layers.
@@ -65,10 +68,22 @@ class Monitor:
         self.warn_at = check_share("warn_at", warn_at)
         self._first_betas: dict[str, float] = {}
         self._warned: set[str] = set()
+        self._has_warned_of_rates = False
         self._handles: list[RemovableHandle] = []
         self._clear()
         layers = require_layers(model)
         require_values(model)
+        self._model = model
+        self._layers = layers
+        # The hook is global: it must not keep the model.
+        monitor = weakref.ref(self)
+
+        def on_step(optimizer: Optimizer, *_: object) -> None:
+            watching = monitor()
+            if watching is not None:
+                watching._see_rates(optimizer)
+
+        self._handles.append(register_optimizer_step_pre_hook(on_step))
         for path, layer in layers.items():
             self._handles.append(
                 layer.register_forward_hook(partial(self._see, path), with_kwargs=True)
@@ -80,8 +95,10 @@ class Monitor:
         They are means over the calls of a layer; a layer that was not called has none.
 
         Warns:
-            CalibrationWarning: a layer saturates; the message says what to do.
+            CalibrationWarning: a layer saturates, or its constant is in no optimizer or has the rate
+                of all other parameters; the message says what to do.
         """
+        self._warn_of_rates()
         all_figures: dict[str, float] = {}
         for path, calls in self._calls.items():
             saturated = float(torch.stack([call.saturated for call in calls]).mean())
@@ -123,6 +140,45 @@ class Monitor:
 
     def _clear(self) -> None:
         self._calls: dict[str, list[_Call]] = defaultdict(list)
+        # By the parameter of the model.
+        self._rates: dict[Tensor, float] = {}
+        self._stepped: set[int] = set()
+
+    def _see_rates(self, optimizer: Optimizer) -> None:
+        """Note the rates of an optimizer, at its first step since the last reading."""
+        if id(optimizer) in self._stepped:
+            return
+        self._stepped.add(id(optimizer))
+        own = set(self._model.parameters())
+        for group in optimizer.param_groups:
+            for parameter in own.intersection(group["params"]):
+                self._rates[parameter] = float(group["lr"])
+
+    def _warn_of_rates(self) -> None:
+        """Warn once if the optimizers leave out a logarithmic constant, or give all one rate."""
+        constants = {}
+        for path, layer in self._layers.items():
+            if layer.logarithmic and layer.first_constant.requires_grad:
+                constants[layer.first_constant] = path
+        if not self._rates or not constants or self._has_warned_of_rates:
+            return
+        left_out = [path for constant, path in constants.items() if constant not in self._rates]
+        problem = None
+        if left_out:
+            problem = (
+                f"no optimizer has the constants of {listed(left_out)}, which stay as they are: "
+                "make it after convert_ and calibrate_, of dynorm.param_groups"
+            )
+        # A warm-up may begin at 0.
+        elif len(self._rates) > len(constants) and len({*self._rates.values(), 0.0}) == 2:
+            problem = (
+                "all parameters have the same learning rate, but the logarithms of the layers' "
+                "constants need 30 times that of the weights: use dynorm.param_groups, and let a "
+                "schedule scale the rate of each group in place of setting one for all"
+            )
+        if problem is not None:
+            self._has_warned_of_rates = True
+            warnings.warn(problem, CalibrationWarning, stacklevel=3)
 
     @torch.no_grad()
     def _see(
