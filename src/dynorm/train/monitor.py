@@ -46,7 +46,8 @@ class Monitor:
     - ``drift`` is ``beta`` divided by the first one seen.
 
     It also looks at the rates of the optimizers that step the model. Padding counts. Compile a
-    model after the monitor is attached. The figures are those of this process. Sharded constants (DTensors) are gathered: watch such a model on every rank.
+    model after the monitor is attached. The figures are those of this process.
+    Sharded constants (DTensors) are gathered: watch such a model on every rank.
 
     Args:
         model: any model with point-wise layers.
