@@ -3,7 +3,8 @@
 import math
 from typing import Unpack
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dynorm import kernels, theory
 from dynorm.arguments import Shape, check_finite
@@ -60,3 +61,7 @@ class Derf(AlphaNorm):
     def initial_constants(self) -> dict[str, float]:
         """Return the first ``alpha`` and ``shift``."""
         return {**super().initial_constants(), "shift": self.shift_init}
+
+    def f(self, u: Tensor, alpha: Tensor) -> Tensor:
+        """Return ``erf(alpha * u + shift)``."""
+        return torch.erf(alpha * u + self.shift)

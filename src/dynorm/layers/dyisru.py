@@ -1,6 +1,10 @@
 """DyISRU, also called ELN: the exact counterpart of LayerNorm (arXiv 2503.21708, eq. 15)."""
 
+import torch
+from torch import Tensor
+
 from dynorm import kernels
+from dynorm.arguments import clamped
 from dynorm.layers.constants import LogBetaNorm
 
 
@@ -50,3 +54,8 @@ class DyISRU(LogBetaNorm):
     """
 
     kernel = kernels.FunctionCode.DYISRU
+
+    def f(self, u: Tensor, beta: Tensor) -> Tensor:
+        """Return ``u / sqrt(beta + u^2)``."""
+        u = clamped(u)
+        return u / torch.sqrt(beta + u * u)

@@ -1,5 +1,8 @@
 """DyT, dynamic tanh (arXiv 2503.10622), scaled as in 2503.21708, eq. 11."""
 
+import torch
+from torch import Tensor
+
 from dynorm import kernels, theory
 from dynorm.layers.constants import AlphaNorm
 
@@ -34,3 +37,7 @@ class DyT(AlphaNorm):
 
     kernel = kernels.FunctionCode.DYT
     constant_from = staticmethod(theory.scaled_dyt_alpha)
+
+    def f(self, u: Tensor, alpha: Tensor) -> Tensor:
+        """Return ``tanh(alpha * u)``."""
+        return torch.tanh(alpha * u)

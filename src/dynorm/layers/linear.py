@@ -1,5 +1,7 @@
 """The linear control: DyISRU without its bound, so that a study can measure the bound's worth."""
 
+from torch import Tensor
+
 from dynorm import kernels
 from dynorm.layers.constants import LogBetaNorm
 
@@ -23,3 +25,7 @@ class LinearControl(LogBetaNorm):
     """
 
     kernel = kernels.FunctionCode.LINEAR
+
+    def f(self, u: Tensor, slope: Tensor) -> Tensor:
+        """Return ``slope * u``, with ``slope = 1 / sqrt(beta)``."""
+        return slope * u

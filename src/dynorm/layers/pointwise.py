@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from dynorm import kernels
-from dynorm.arguments import Shape, check_channels, check_dim, check_finite
+from dynorm.arguments import Shape, check_channels, check_dim, check_finite, upcast
 from dynorm.dtypes import is_floating_dtype
 from dynorm.errors import ArgumentError
 from dynorm.layers.by_kernel import by_kernel
@@ -159,17 +159,27 @@ class PointwiseNorm(PointwiseModule):
     def definition(self, x: Tensor) -> Tensor:
         """Return ``weight * scale * f(x - center) + bias`` by plain torch, in at least float32."""
         parameters, log_gain = self.kernel_parameters()
-        form = self.form()
-        is_strict = log_gain is None and self.dim == -1 and x.is_floating_point()
-        if is_strict and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            # One operator, which a pass may find before it is taken apart.
-            return kernels.definition(x, *parameters, *form)
-        witnesses, gain = None, None
+        form = kernels.Form(*self.form())
         if log_gain is not None:
             witnesses, gain = self.witnesses_and_gains()
-        return kernels.Form(*form).definition(
-            x, parameters, dim=self.dim, witnesses=witnesses, gain=gain
-        )
+            return form.definition(x, parameters, dim=self.dim, witnesses=witnesses, gain=gain)
+        if self.dim != -1 or not x.is_floating_point():
+            return form.definition(x, parameters, dim=self.dim)
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            # One operator, which a pass may find before it is taken apart.
+            return kernels.definition(x, *parameters, *form)
+        constant, _, center, weight, bias = parameters
+        assert constant is not None
+        u = upcast(x) if center is None else upcast(x) - center
+        y = self.f(u, form.constant(constant))
+        y = y * (self.scale if weight is None else upcast(weight) * self.scale)
+        if bias is not None:
+            y = y + bias
+        return y.to(x.dtype)
+
+    def f(self, u: Tensor, constant: Tensor) -> Tensor:
+        """Return the function of ``u = x - center``."""
+        raise NotImplementedError
 
 
 def _check_residual(x: Tensor, residual: Tensor) -> None:
