@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ class TestMonitor:
                 optimizer.step()
                 other.step()
                 monitor.read()
+            pickle.loads(pickle.dumps(model))
         assert [advice in str(warning.message) for warning in seen] == [True] * bool(fault)
 
     def test_drift_is_from_the_start_and_figures_are_since_the_last_call(self) -> None:

@@ -76,15 +76,7 @@ class Monitor:
         require_values(model)
         self._model = model
         self._layers = layers
-        # The hook is global: it must not keep the model.
-        monitor = weakref.ref(self)
-
-        def on_step(optimizer: Optimizer, *_: object) -> None:
-            watching = monitor()
-            if watching is not None:
-                watching._see_rates(optimizer)
-
-        self._handles.append(register_optimizer_step_pre_hook(on_step))
+        _OPEN.add(self)
         for path, layer in layers.items():
             self._handles.append(
                 layer.register_forward_hook(partial(self._see, path), with_kwargs=True)
@@ -131,6 +123,7 @@ class Monitor:
 
     def close(self, *_: object) -> None:
         """Remove the hooks."""
+        _OPEN.discard(self)
         for handle in self._handles:
             handle.remove()
 
@@ -203,3 +196,16 @@ class Monitor:
         size = inputs.square().mean().sqrt()
         beta = gathered(layer.beta()).median()
         self._calls[path].append(_Call(saturated_share(layer, outputs), size, beta))
+
+
+# Not to keep a model: a monitor lives as long as its model's hooks, which may be pickled.
+_OPEN: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+def _see_step(optimizer: Optimizer, *_: object) -> None:
+    """Show the step of any optimizer to the open monitors."""
+    for monitor in list(_OPEN):
+        monitor._see_rates(optimizer)
+
+
+register_optimizer_step_pre_hook(_see_step)
