@@ -196,6 +196,14 @@ def test_a_layer_alone_cannot_be_replaced_in_itself() -> None:
         dynorm.finalize_(dynorm.layers.AnnealedDyISRU(8, t=1.0))
 
 
+def test_a_wrapped_model_is_not_finalized() -> None:
+    """DDP would go on to send the buffers of the layers from before."""
+    inside = nn.Sequential(dynorm.layers.AnnealedDyISRU(8, t=1.0))
+    with pytest.raises(dynorm.errors.ModelError, match=r"pass model\.module, wrap afterwards"):
+        dynorm.finalize_(nn.DataParallel(inside))
+    assert isinstance(inside[0], dynorm.layers.AnnealedDyISRU)
+
+
 class TestSchedule:
     @given(st.integers(0, 50), st.integers(1, 40))
     def test_it_rises_from_0_to_1_and_fits(self, start: int, length: int) -> None:

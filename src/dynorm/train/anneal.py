@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from dynorm.arguments import check_count, check_share, require_gathered
 from dynorm.batches import site_tokens, token_masks
 from dynorm.errors import ArgumentError, DataError, ModelError
-from dynorm.guard import require_values
+from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm
 from dynorm.replace.converted import dynorm_layers, replaced_by
 from dynorm.replace.swap import swap_, take_over_
 from dynorm.theory import own_betas
-from dynorm.wrappers import torch_classes
 
 
 def annealed_layers(model: nn.Module) -> dict[str, AnnealedNorm]:
@@ -82,8 +81,8 @@ def finalize_(model: nn.Module) -> nn.Module:
         The same model.
 
     Raises:
-        ModelError: the model has no annealed layer, is one itself, is sharded by FSDP2 or
-            offloaded; or a layer is not at t = 1.
+        ModelError: the model has no annealed layer, is one itself, or is wrapped, compiled,
+            sharded or offloaded; or a layer is not at t = 1.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -93,7 +92,7 @@ def finalize_(model: nn.Module) -> nn.Module:
         'DyISRU'
     """
     layers = annealed_layers(model)
-    require_values(model)
+    require_plain_model(model)
     require_gathered(model)
     early = {path: layer.position for path, layer in layers.items() if layer.position < 1}
     if early:
@@ -108,12 +107,6 @@ def finalize_(model: nn.Module) -> nn.Module:
         raise ModelError(
             "a layer must have a parent to be replaced in, but the model is the layer: call its "
             "end()"
-        )
-    if any("FSDPModule" in torch_classes(module) for module in model.modules()):
-        raise ModelError(
-            "the model must not be sharded by FSDP2, which would lose track of the new layers: it "
-            "is point-wise already; gather its state dict, load it into an unsharded copy, and "
-            "finalize that"
         )
     ends = {layer: layer.end() for layer in layers.values()}
     for layer, end in ends.items():
