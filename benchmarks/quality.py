@@ -86,9 +86,9 @@ RUNS = {
     ],
     "smollm2": [
         Run("dyisru", 0, 80),
-        Run("linear", 0, 80),
-        Run("dyisru", 8, 80),
-        Run("dyisru", 16, 0),
+        Run("linear", 0, 0),
+        Run("dyisru", 4, 0),
+        Run("dyisru", 8, 0),
     ],
     "dinov2": [
         Run("dyisru", 0, 150),
