@@ -24,7 +24,7 @@ _PRODUCTS = (*_PLAIN_PRODUCTS, "aten._grouped_mm", "transformers.grouped_mm_fall
 
 
 class RefusedError(Exception):
-    """The reason why something cannot be edited, for a report."""
+    """The reason why something cannot be edited, as a report says it."""
 
 
 def refuse_for(reason: str | None) -> None:

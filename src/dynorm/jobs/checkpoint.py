@@ -67,7 +67,7 @@ def local_source(source: str | Path) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, revision=revision or None))
-    # The library has many errors, for a missing repository, a missing network and others.
+    # The library has many errors: a missing repository, a missing network and others.
     except Exception as error:
         # Its messages have several lines.
         reason = " ".join(str(error).split())

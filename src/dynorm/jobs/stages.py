@@ -36,7 +36,7 @@ class Data:
     calibration: Sequence[Batch]
     training: Iterable[Batch]
     held_out: Sequence[Batch]
-    compared: Sequence[Batch]  # a few held-out batches, for a look at the model after each stage
+    compared: Sequence[Batch]  # a few held-out batches that show the model after each stage
 
 
 def silent(line: str) -> None:
