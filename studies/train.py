@@ -83,9 +83,10 @@ def build(settings: Settings, data: Data) -> nn.Module:
         _replace_norms_(model, sites, arm.norm)
         return model
     # The annealing of a LayerNorm goes from the token's mean to a learned centre.
-    dynorm.convert_(
-        model, sites, to=arm.layer, center=arm.annealed, witnesses=tuple(range(arm.witnesses))
-    )
+    dynorm.convert_(model, sites, to=arm.layer, center=arm.annealed)
+    if arm.witnesses:
+        for site in sites:
+            model.get_submodule(site.path).set_witnesses_(arm.witnesses)
     if arm.published:
         for site in sites:
             layer = model.get_submodule(site.path)

@@ -251,7 +251,15 @@ class Ignores(nn.Linear):
         return functional.linear(x, self.weight)
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, Ignores])
+class Adds(nn.Linear):
+    """A linear layer that would, in a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Adds, Ignores])
 def test_a_missing_bias_is_added_to_a_layer_that_adds_it(kind: type[nn.Linear]) -> None:
     model = net(PASSES["plain"], h=kind(C, 3, bias=False))
     report = folded(model, add_bias=True)

@@ -93,8 +93,9 @@ def test_a_failure_is_shown(broken: Report) -> None:
 def test_the_terminal_shows_a_row_per_statement_and_a_legend(report: Report) -> None:
     text = show.as_text(report)
     assert f"All {len(STATEMENTS)} statements hold" in text
-    rows = text.splitlines()[1 : 1 + len(STATEMENTS)]
-    assert [row.split()[0] for row in rows] == [statement.name for statement in STATEMENTS]
+    names = [statement.name for statement in STATEMENTS]
+    first_words = [line.split(" ")[0] for line in text.splitlines()]
+    assert [word for word in first_words if word in names] == names
     for column in ("equations:", "for every C:", "autograd:", "50 digits:"):
         assert column in text
 

@@ -1,8 +1,10 @@
 """The linear operators of a graph: how each reads the channels of a value, and writes others."""
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -189,9 +191,27 @@ def require_new_bias(weight: Operand) -> None:
     owner = slot.owners[0]
     # Code that uses the weight without calling the layer would not add the bias.
     is_called = not set(owner.paths).isdisjoint(paths_of(weight.leaf.node))
-    # A subclass may have a forward that does not add a bias.
-    is_plain = type(owner.module) is nn.Linear and owner.module.bias is None
-    if not is_called or not is_plain:
+    if not is_called or not _takes_bias(owner.module):
         raise RefusedError(
-            f"no bias can be added to {slot.name}: it is not the weight of one nn.Linear"
+            f"no bias can be added to {slot.name}: it is not the weight of one linear layer"
         )
+
+
+def _takes_bias(module: nn.Module) -> bool:
+    """Return whether a linear layer has no bias, and would add one.
+
+    It is tried on a copy whose weight is zero: a subclass may have another forward.
+    """
+    if not isinstance(module, nn.Linear) or module.bias is not None:
+        return False
+    weight = module.weight.new_zeros(1).expand_as(module.weight)
+    bias = torch.arange(1, len(weight) + 1, dtype=weight.dtype, device=weight.device)
+    trial = copy.copy(module)
+    trial.__dict__["_parameters"] = {**module._parameters, "weight": weight, "bias": bias}
+    try:
+        with torch.no_grad():
+            result = trial.forward(weight.new_ones(2, weight.shape[1]))
+    # A forward that raises does not just add the bias to the product.
+    except Exception:
+        return False
+    return isinstance(result, Tensor) and torch.equal(result, bias.expand(2, -1))
