@@ -220,7 +220,7 @@ def rows(subject: Subject, run: Run, seed: int) -> Iterator[Row]:
             **measured(model, subject),
         }
 
-    # It only chooses between stages, and there is one: all kinds are measured below.
+    # Its own report is not used: all kinds are measured below.
     held_out = next(iter(subject.held_out.values()))[:1]
     dynorm.convert_model(
         model,

@@ -35,7 +35,7 @@ def with_uses(
 ) -> list[NormSite]:
     """Refuse the norms that the model does not only call; ``expected`` is its output."""
     tried = [site for site in sites if site.refused is None and site.path]
-    reason = _difference(model, example, tried, expected)
+    reason = _difference(model, example, tried, expected) if tried else None
     if reason is None:
         return list(sites)
     reasons = {site.path: _difference(model, example, [site], expected) for site in tried}

@@ -19,7 +19,7 @@ from dynorm.layers.module import Details, PointwiseModule
 class PointwiseNorm(PointwiseModule):
     """Base of the layers that replace a norm: ``y = weight * scale * f(x - center) + bias``.
 
-    A subclass has its constants, and the number of its function f. Parameters are never
+    A subclass has ``f``, its constants and the number of its kernel. Parameters are never
     0-dimensional: a constant has shape ``(1,)``, or ``(C,)`` with ``per_channel=True``. The
     arguments are explained at :class:`dynorm.DyISRU`; :func:`dynorm.convert_` and saved models give
     the ``details``.
@@ -163,6 +163,7 @@ class PointwiseNorm(PointwiseModule):
         if log_gain is not None:
             witnesses, gain = self.witnesses_and_gains()
             return form.definition(x, parameters, dim=self.dim, witnesses=witnesses, gain=gain)
+        # An integer gets its error there.
         if self.dim != -1 or not x.is_floating_point():
             return form.definition(x, parameters, dim=self.dim)
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
