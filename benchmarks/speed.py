@@ -196,7 +196,8 @@ def draw(document: Row) -> Figure:
         sizes = ["{}\n× {}".format(*row["size"]) for row in rows]
         axes.set_xticks(range(len(rows)), sizes, fontsize=8)
         axes.set(title=f"{name}, float32", yscale="log")
-        axes.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+        axes.set_yticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+        axes.minorticks_off()
         axes.grid(axis="y", color="#e4e4e4", lw=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         if name == "forward":
