@@ -51,7 +51,6 @@ def convert(
     dynorm.convert_(model, sites, witnesses=witnesses)
     dynorm.calibrate_(model, batches)
     model.activation_checkpointing_enable()
-    dynorm.refine_(model, batches, steps=min(steps, 50))
     unsharded = None
     if rank == 0:
         unsharded = copy.deepcopy(model).cpu()

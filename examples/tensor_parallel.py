@@ -12,10 +12,14 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import dynorm
-from dynorm.parallel import PointwiseParallel
 
 WIDTH = 64
 RANKS = 2
@@ -49,10 +53,10 @@ def count_in_block(x: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
     block = Block()
     expected = block(x)
     plan = {
-        "norm1": PointwiseParallel(output_layouts=Replicate()),
-        "up": ColwiseParallel(),
+        "norm1": SequenceParallel(sequence_dim=-1),
+        "up": ColwiseParallel(input_layouts=Shard(-1)),
         "down": RowwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-        "norm2": PointwiseParallel(),
+        "norm2": SequenceParallel(sequence_dim=-1),
     }
     parallelize_module(block, mesh, plan)
 

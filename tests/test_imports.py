@@ -44,7 +44,7 @@ TOOLS = (
     ("train",),
     ("fold",),
     ("report",),
-    ("hub", "parallel"),
+    ("hub",),
 )
 # Files, folders, processes and words.
 JOBS = (
@@ -196,7 +196,6 @@ def test_a_circle_of_files_is_found() -> None:
         ("from dynorm import theory", "dynorm.functional"),
         ("from dynorm import DyISRU", "dynorm.replace.specs"),
         ("import dynorm", "dynorm.hub"),
-        ("from . import hub", "dynorm.parallel"),
         ("from .. import cli", "dynorm.paper.figures"),
         ("from ..replace import specs", "dynorm.layers.dyt"),
         ("if TYPE_CHECKING:\n    from dynorm.hub import load", "dynorm.layers.dyt"),

@@ -18,7 +18,7 @@ from dynorm.layers import Derf, DyISRU, DyT, LinearControl, param_groups
 if TYPE_CHECKING:
     from dynorm import report
     from dynorm.find import find_norms
-    from dynorm.fit import calibrate_, init_from_batch_, refine_
+    from dynorm.fit import calibrate_, init_from_batch_
     from dynorm.fold import fold_
     from dynorm.hub import load, save
     from dynorm.jobs.convert_model import convert_model
@@ -63,7 +63,6 @@ __all__ = [
     "load",
     "measure",
     "param_groups",
-    "refine_",
     "report",
     "restore_",
     "save",
@@ -90,7 +89,6 @@ _PLACES = {
     "inspect_norms": "dynorm.report",
     "load": "dynorm.hub",
     "measure": "dynorm.report",
-    "refine_": "dynorm.fit",
     "restore_": "dynorm.replace",
     "save": "dynorm.hub",
     "set_anneal_": "dynorm.train",

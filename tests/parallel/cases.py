@@ -10,13 +10,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import dynorm
-from dynorm.errors import DynormError
-from dynorm.layers import AnnealedDyISRU
 from dynorm.layers.linear import LinearControl
-from dynorm.parallel import PointwiseParallel
 
 C = 12
 
@@ -35,8 +32,7 @@ def layers(folder: Path) -> dict[str, Any]:
             seed = torch.randn(4, 5, C, dtype=torch.float64)
             expected = torch.autograd.grad(plain(x), [x, *plain.parameters()], seed)
             y = plain(x).detach()
-            style = PointwiseParallel(input_layouts=Shard(axis))
-            layer = parallelize_module(plain, mesh, style)
+            layer = parallelize_module(plain, mesh, SequenceParallel(sequence_dim=axis))
             sharded = distribute_tensor(x.detach(), mesh, [Shard(axis)]).requires_grad_()
             sharded_seed = distribute_tensor(seed, mesh, [Shard(axis)])
             with CommDebugMode() as counted:
@@ -49,25 +45,6 @@ def layers(folder: Path) -> dict[str, Any]:
                 gap = max(gap, float((gradient.full_tensor() - right).abs().max()))
             found[f"{kind.__name__} {axis}"] = [gap, counted.get_total_counts()]
     return found
-
-
-def refused(folder: Path) -> list[str]:
-    """Return the messages of the layers that cannot be sharded."""
-    mesh = init_device_mesh("cpu", (2,))
-    once = parallelize_module(dynorm.DyISRU(C), mesh, PointwiseParallel())
-    messages = []
-    for module in (
-        dynorm.DyISRU(C, witnesses=2),
-        dynorm.DyISRU(C + 1),
-        nn.LayerNorm(C),
-        once,
-        AnnealedDyISRU(C, t=0.5),
-    ):
-        try:
-            parallelize_module(module, mesh, PointwiseParallel())
-        except DynormError as error:
-            messages.append(str(error))
-    return messages
 
 
 def converted() -> tuple[nn.Module, list[Tensor]]:
@@ -86,13 +63,6 @@ def state(model: nn.Module) -> dict[str, Any]:
 def calibrated(folder: Path) -> dict[str, Any]:
     model, batches = converted()
     report = dynorm.calibrate_(model, batches)
-    return {"state": state(model), "report": report.to_dict()}
-
-
-def refined(folder: Path) -> dict[str, Any]:
-    model, batches = converted()
-    dynorm.calibrate_(model, batches)
-    report = dynorm.refine_(model, batches, steps=3)
     return {"state": state(model), "report": report.to_dict()}
 
 

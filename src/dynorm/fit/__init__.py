@@ -2,6 +2,5 @@
 
 from dynorm.fit.calibrate import calibrate_
 from dynorm.fit.initialize import init_from_batch_
-from dynorm.fit.refine import refine_
 
-__all__ = ["calibrate_", "init_from_batch_", "refine_"]
+__all__ = ["calibrate_", "init_from_batch_"]

@@ -25,7 +25,7 @@ WEIGHTS = "model.safetensors"
 
 def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> None:
     """Write a model into an empty directory; ModelError if safetensors cannot hold a tensor."""
-    tensors, aliases = _unique(plain_state(model, model.state_dict()))
+    tensors, aliases = _unique(plain_state(model, model.state_dict(keep_vars=True)))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     values = {
         "format_version": contents.FORMAT_VERSION,
@@ -76,29 +76,20 @@ def _unique(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]
     """Return the tensors to write, each once, and the other names of those that have several."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    first_name: dict[object, str] = {}
-    storages = set()
+    first_name: dict[Tensor, str] = {}
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             raise ModelError(
                 f"the model's state must be dense tensors, but {name!r} is a "
                 f"{type(tensor).__name__}: it could only be pickled, which dynorm does not do"
             )
-        # Tensors are the same if they are in the same memory. Empty ones are in none.
-        key: object = name
-        if tensor.numel():
-            key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if key in first_name:
-            aliases[name] = first_name[key]
+        if tensor in first_name:
+            aliases[name] = first_name[tensor]
             continue
-        first_name[key] = name
-        # safetensors refuses parts of a larger tensor, and two views of one.
-        storage = tensor.untyped_storage()
-        is_part = storage.nbytes() != tensor.numel() * tensor.element_size()
-        if is_part or storage.data_ptr() in storages:
-            tensor = tensor.clone()
-        storages.add(storage.data_ptr())
-        tensors[name] = tensor.contiguous()
+        first_name[tensor] = name
+        # A copy, because safetensors refuses parts of a larger tensor, and two views of one.
+        copied = tensor.detach().to("cpu", copy=True)
+        tensors[name] = copied.contiguous()
     return tensors, aliases
 
 
