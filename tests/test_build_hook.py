@@ -108,7 +108,7 @@ def test_the_floor_is_the_declared_one() -> None:
     """``make floor`` takes the lowest versions of all that the library itself imports."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"]
-    requirements = [*project["dependencies"], *extras["transformers"], *extras["plots"]]
+    requirements = [*project["dependencies"], *extras["convert"]]
     lines = (ROOT / "constraints-floor.txt").read_text("utf-8").splitlines()
     for requirement in requirements:
         name, lowest = requirement.split(">=")

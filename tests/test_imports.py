@@ -16,6 +16,7 @@ SOURCES = Path(dynorm.__file__).parent
 # Numbers and layers, no model.
 GROUND = (
     ("version",),
+    ("after_import",),
     ("errors",),
     ("dtypes",),
     ("files",),
@@ -257,6 +258,7 @@ print(json.dumps([loaded, "torch.distributed.tensor" in sys.modules, heavy]))
     # Only the mathematics and the layers: a verb is imported at its first use.
     rooms = {name.split(".")[1] for name in loaded if name.startswith("dynorm.")}
     assert rooms == {
+        "after_import",
         "arguments",
         "dtypes",
         "errors",

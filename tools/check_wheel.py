@@ -1,12 +1,14 @@
-"""Check an installed dynorm as a user gets it: the kernels work, and DyISRU is timed against LayerNorm.
+"""Check an installed dynorm as a user gets it, without extras: the kernels work, and so does every verb of the core.
 
-The times, of inputs of 512 x 768, are printed as JSON.
+Times of DyISRU and LayerNorm, with inputs of 512 x 768, are printed as JSON.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -25,6 +27,7 @@ CALLS = 40
 def main() -> int:
     """Print medians in microseconds; return 1 if plain torch is used or the checkout was imported, else 0."""
     torch.manual_seed(0)
+    use_the_core()
     x = torch.randn(TOKENS, CHANNELS)
     norm = torch.nn.LayerNorm(CHANNELS)
     model = torch.nn.Sequential(torch.nn.LayerNorm(CHANNELS))
@@ -54,6 +57,32 @@ def main() -> int:
     if is_checkout or backend("cpu") == "torch":
         return 1
     return 0
+
+
+def use_the_core() -> None:
+    """Convert, save, load, train and fold a small model with torch, numpy, rich and safetensors only."""
+    optional = {"transformers", "accelerate", "typer", "jinja2", "matplotlib", "scipy"}
+    batches = [torch.randn(64, 8) for _ in range(4)]
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4)
+    ).eval()
+    dynorm.fold_(copy.deepcopy(model), batches[0])
+    report = dynorm.convert_model(model, batches, steps=0)
+    assert report.output.cosine_mean > 0.5, str(report)
+    dynorm.refine_(model, batches)
+    before = model(batches[0])
+    with tempfile.TemporaryDirectory() as folder:
+        dynorm.save(model, f"{folder}/saved")
+        loaded = dynorm.load(f"{folder}/saved", model)
+    assert torch.equal(loaded(batches[0]), before)
+    model.train()
+    dynorm.init_from_batch_(model, batches[0])
+    optimizer = torch.optim.AdamW(dynorm.param_groups(model, lr=1e-3))
+    with dynorm.Monitor(model) as monitor:
+        model(batches[0]).square().mean().backward()
+        optimizer.step()
+        assert monitor.read()
+    assert not optional & set(sys.modules), optional & set(sys.modules)
 
 
 def microseconds(layer: torch.nn.Module, x: torch.Tensor) -> float:

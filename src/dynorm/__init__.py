@@ -9,16 +9,21 @@ raised where it is found, in ``fold/``; a new function begins as a row of
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from wrapt import register_post_import_hook
-
 from dynorm import errors, functional, layers, theory, version
+from dynorm.after_import import call_after_import
 from dynorm.errors import DynormError
 from dynorm.layers import Derf, DyISRU, DyT, LinearControl, param_groups
 
 if TYPE_CHECKING:
     from dynorm import report
+    from dynorm.family import norm_layer
     from dynorm.find import find_norms
-    from dynorm.fit import calibrate_, init_from_batch_
+    from dynorm.fit import (
+        calibrate_,
+        init_as_published_,
+        init_from_batch_,
+        scale_embedding_,
+    )
     from dynorm.fold import fold_
     from dynorm.hub import load, save
     from dynorm.jobs.convert_model import convert_model
@@ -57,15 +62,18 @@ __all__ = [
     "find_norms",
     "fold_",
     "functional",
+    "init_as_published_",
     "init_from_batch_",
     "inspect_norms",
     "layers",
     "load",
     "measure",
+    "norm_layer",
     "param_groups",
     "report",
     "restore_",
     "save",
+    "scale_embedding_",
     "set_anneal_",
     "theory",
 ]
@@ -85,12 +93,15 @@ _PLACES = {
     "finalize_": "dynorm.train",
     "find_norms": "dynorm.find",
     "fold_": "dynorm.fold",
+    "init_as_published_": "dynorm.fit",
     "init_from_batch_": "dynorm.fit",
     "inspect_norms": "dynorm.report",
     "load": "dynorm.hub",
     "measure": "dynorm.report",
+    "norm_layer": "dynorm.family",
     "restore_": "dynorm.replace",
     "save": "dynorm.hub",
+    "scale_embedding_": "dynorm.fit",
     "set_anneal_": "dynorm.train",
 }
 
@@ -118,8 +129,7 @@ def __getattr__(name: str) -> Any:
 
 
 # `import dynorm` must not import transformers, but its from_pretrained must know converted models
-# in either order of the two imports. transformers looks for no plugins, so wrapt imports and calls
-# these functions when a module is imported, or at once if it has been. A program may read the
+# in either order of the two imports, and transformers looks for no plugins. A program may read the
 # quantization_config of a folder before it imports any model.
 _HOOKS = {
     "transformers.quantizers.auto": "dynorm.hub.api:register_quantizer",
@@ -128,4 +138,4 @@ _HOOKS = {
     "transformers.pytorch_utils": "dynorm.hub.decay:name_as_norms",
 }
 for _module, _function in _HOOKS.items():
-    register_post_import_hook(_function, _module)
+    call_after_import(_module, _function)

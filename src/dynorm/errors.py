@@ -38,7 +38,7 @@ class StorageError(DynormError, OSError):
     """A saved model cannot be written or read: missing, truncated, or of another class."""
 
 
-def require_library(name: str, purpose: str, extra: str) -> None:
+def require_library(name: str, purpose: str, extra: str = "convert") -> None:
     """Check that an optional library can be imported, before the work that needs it.
 
     The ArgumentError names the ``purpose`` and the ``extra`` of dynorm that installs the library.

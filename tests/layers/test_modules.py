@@ -95,6 +95,32 @@ def test_official_checkpoints_load(cls: Any, dim: int) -> None:
     assert_close(layer(x), f * saved["weight"].view(shape) + saved["bias"].view(shape))
 
 
+# The names of LigerDyT, and of DynamicTanh and Derf in x-transformers, whose constants have no dimension.
+OTHER_NAMES: list[tuple[Any, dict[str, str], tuple[int, ...]]] = [
+    (DyT, {"alpha": "alpha", "weight": "gamma", "bias": "beta"}, (1,)),
+    (DyT, {"alpha": "alpha", "weight": "gamma"}, (1,)),
+    (DyT, {"alpha": "pre_tanh_scale", "weight": "gamma", "bias": "beta"}, ()),
+    (Derf, {"alpha": "alpha", "shift": "s", "weight": "gamma", "bias": "beta"}, ()),
+]
+
+
+@pytest.mark.parametrize(("cls", "names", "shape"), OTHER_NAMES)
+def test_checkpoints_of_other_libraries_load(
+    cls: Any, names: dict[str, str], shape: tuple[int, ...]
+) -> None:
+    layer = build(cls, 6, scale=1, bias="bias" in names)
+    saved = {}
+    for own, other in names.items():
+        value = layer.get_parameter(own).detach().clone()
+        saved[f"norm.{other}"] = value if own in ("weight", "bias") else value.reshape(shape)
+    model = nn.ModuleDict({"norm": cls(6, scale=1, bias="bias" in names)})
+    model.load_state_dict(saved)
+    assert_same(layer, model["norm"])
+    assert len(saved) == len(names)
+    with pytest.raises(RuntimeError, match=r"norm\.gamma.*scale 1.*scale=1"):
+        nn.ModuleDict({"norm": cls(6, bias="bias" in names)}).load_state_dict(saved)
+
+
 @with_options
 def test_meta_device(kind: type[PointwiseNorm], options: dict[str, Any]) -> None:
     with torch.device("meta"):
@@ -113,12 +139,11 @@ def test_meta_device(kind: type[PointwiseNorm], options: dict[str, Any]) -> None
 def test_what_print_shows() -> None:
     layer = DyISRU(4, per_channel=True)
     layer.set_slope_(torch.tensor([2.0, 0.25, 12345.0, 1.0]))
-    assert repr(layer).startswith("DyISRU(4, beta=0.25 to 1.234e+04, scale=2, per_channel=True,")
+    assert repr(layer) == "DyISRU(4, beta=0.25 to 1.234e+04, scale=2, per_channel=True)"
     derf = Derf(4, alpha_init=0.125, shift_init=-1.5, dim=1, bias=False).bfloat16()
-    shown = "Derf(4, alpha=0.125, shift=-1.5, scale=2, dim=1, elementwise_affine=True, bias=False)"
-    assert repr(derf) == shown
+    assert repr(derf) == "Derf(4, alpha=0.125, shift=-1.5, scale=2, bias=False, dim=1)"
     meta = DyT(6, scale=2, device="meta", witnesses=(1,))
-    assert repr(meta) == "DyT(6, scale=2, witnesses=[1], elementwise_affine=True, bias=True)"
+    assert repr(meta) == "DyT(6, scale=2, witnesses=[1])"
 
 
 @with_options
@@ -266,6 +291,35 @@ def test_rates_of_the_constants() -> None:
         logarithms = [layers[0].log_beta, layers[3].log_beta, layers[4].log_gain]
         assert [found[p] for p in logarithms] == pytest.approx([of_logarithm] * 3)
         assert found.keys() == set(model.parameters())
+
+
+def test_hidden_matrices_are_a_group_for_muon() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(9, 4)
+            self.patches = nn.Conv1d(4, 4, 1)
+            self.norm = DyISRU(4)
+            self.hidden = nn.Linear(4, 4)
+            self.head = nn.Linear(4, 9)
+
+    model = Model()
+    hidden, *rest = param_groups(model, lr=1e-3, weight_decay=0.1, muon_lr=0.02)
+    assert hidden["use_muon"]
+    assert (hidden["lr"], hidden["weight_decay"]) == (0.02, 0.1)
+    assert hidden["params"] == [model.hidden.weight]
+    assert not any(group["use_muon"] for group in rest)
+    outer = [model.tokens.weight, model.patches.weight, model.head.weight]
+    assert set(rest[0]["params"]) == set(outer)
+    assert rest[-1]["params"] == [model.norm.log_beta]
+    assert rest[-1]["lr"] == pytest.approx(0.03)
+    assert sum(len(group["params"]) for group in rest) + 1 == len(list(model.parameters()))
+    # A head that is the embedding.
+    model.head.weight = model.tokens.weight
+    hidden, *rest = param_groups(model, lr=1e-3, muon_lr=0.02)
+    assert hidden["params"] == [model.hidden.weight]
+    with pytest.raises(ArgumentError, match=r"muon_lr.*finite.*got -1"):
+        param_groups(model, lr=1e-3, muon_lr=-1)
 
 
 def test_a_resumed_run_finds_the_groups_it_was_saved_with() -> None:

@@ -90,19 +90,49 @@ class TestMonitor:
         x = torch.randn(7000, 4, generator=torch.Generator().manual_seed(0))
         assert watched(dynorm.DyISRU(4), x)["size/0"] == pytest.approx(1.0, rel=0.05)
 
-    def test_it_warns_once_and_says_what_to_do(self) -> None:
+    @pytest.mark.parametrize(
+        ("first", "beta", "remedy"),
+        [
+            (100.0, 4.0, r"size 100, and sqrt\(beta\) is 2\. .*init_from_batch_"),
+            (2.0, 4.0, r"50-fold.*did not follow.*constants_lr"),
+            (4.0, 800.0, r"25-fold.*follows them: lower the learning rate"),
+        ],
+    )
+    def test_it_warns_once_and_names_the_remedy_that_fits(
+        self, first: float, beta: float, remedy: str
+    ) -> None:
         layer = dynorm.DyISRU(4)
         with dynorm.Monitor(nn.Sequential(layer)) as monitor:
+            if first < 100:
+                layer(torch.full((2, 4), first))
+                monitor.read()
+            layer.set_slope_(beta)
             layer(torch.full((2, 4), 100.0))
-            with pytest.warns(
-                dynorm.errors.CalibrationWarning,
-                match=r"\'0\' saturates: 100%.*to 100.*param_groups",
-            ):
+            kind = dynorm.errors.CalibrationWarning
+            with pytest.warns(kind, match=rf"'0' saturates: 100%.*{remedy}"):
                 monitor.read()
             layer(torch.full((2, 4), 100.0))
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
+            monitor.read()
+
+    @pytest.mark.parametrize(("muon", "warns"), [(True, False), (False, True)])
+    def test_a_published_derf_under_muon(self, muon: bool, warns: bool) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), dynorm.Derf(4), nn.Linear(4, 4))
+        dynorm.init_as_published_(model, muon=muon)
+        hidden, *rest = dynorm.param_groups(model, lr=1e-3, muon_lr=1e-2)
+        optimizers = [torch.optim.Muon([hidden]), torch.optim.AdamW(rest)]
+        with (
+            dynorm.Monitor(model) as monitor,
+            warnings.catch_warnings(record=True) as seen,
+        ):
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.randn(8, 4)).square().sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
                 monitor.read()
+        assert ["init_as_published_(model, muon=True)" in str(w.message) for w in seen] == [
+            True
+        ] * warns
 
     def test_a_model_without_layers(self) -> None:
         with pytest.raises(dynorm.errors.ModelError, match=r"point-wise.*layers"):

@@ -92,7 +92,7 @@ def quiet_libraries() -> None:
     # not load.
     for library in ("torch", "torchao"):
         logging.getLogger(library).setLevel(logging.ERROR)
-    require_library("transformers.utils", "this command", "transformers")
+    require_library("transformers.utils", "this command")
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

@@ -40,9 +40,9 @@ def convert_pretrained(
     recipe.check()
     _require_one_process()
     source = local_source(source)
-    require_library("matplotlib", "the report's pictures", "plots")
+    require_library("matplotlib", "the report's pictures")
     if recipe.steps != 0:
-        require_library("accelerate", "distillation (or --steps 0)", "transformers")
+        require_library("accelerate", "distillation (or --steps 0)")
     require_output(source, out, overwrite=overwrite)
     if recipe.checkpoints is not None:
         place = Path(recipe.checkpoints).resolve()

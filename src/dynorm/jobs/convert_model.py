@@ -67,7 +67,7 @@ def convert_model(
         )
     recipe = recipe.filled_for(model)
     if recipe.steps:
-        require_library("transformers", "distillation (or pass steps=0)", "transformers")
+        require_library("transformers", "distillation (or pass steps=0)")
     fit = list(iterate(batches))
     if held_out is not None:
         tests = list(iterate(held_out, "held_out"))

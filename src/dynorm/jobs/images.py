@@ -45,7 +45,7 @@ def find_images(paths: Iterable[str | Path]) -> list[Path]:
     All are decoded, to notice truncated files. A path without images, or an image that cannot be
     read, is a DataError.
     """
-    require_library("PIL.Image", "reading images", "plots")
+    require_library("PIL.Image", "reading images")
     from PIL.Image import DecompressionBombError
 
     images: dict[bytes, Path] = {}

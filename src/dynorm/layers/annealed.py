@@ -135,10 +135,6 @@ class AnnealedNorm(PointwiseNorm):
             "t": self.position,
         }
 
-    def extra_repr(self) -> str:
-        """Describe the layer as ``print(model)`` shows it."""
-        return f"{super().extra_repr()}, kind={self.kind}, t={self.position:g}"
-
     def _norm(self, x: Tensor) -> Tensor:
         """Return the norm, by torch's own kernel if it takes this axis and these dtypes."""
         weight = self.factor()

@@ -16,7 +16,8 @@ class Derf(AlphaNorm):
     r"""Dynamic erf: ``y = weight * scale * erf(alpha * (x - center) + shift) + bias``.
 
     ``scale`` is sqrt(C) by default, as for :class:`DyISRU`; ``scale=1`` is the published form, whose
-    checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged.
+    checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged, and so do those with the
+    names of ``Derf`` in x-transformers (``s``, ``gamma``, ``beta``).
 
     Shapes, dtypes and arguments are those of :class:`DyISRU`, except these.
 

@@ -12,7 +12,8 @@ class DyT(AlphaNorm):
 
     It is LayerNorm with its slope factor F(x) held constant. ``scale`` is sqrt(C) by default, as
     for :class:`DyISRU`; ``scale=1`` is the published form, whose checkpoints (``alpha``,
-    ``weight``, ``bias``) load unchanged.
+    ``weight``, ``bias``) load unchanged, and so do those with the names of Liger's ``LigerDyT``
+    (``gamma``, ``beta``) and of ``DynamicTanh`` in x-transformers (``pre_tanh_scale``).
 
     Shapes, dtypes and arguments are those of :class:`DyISRU`, except these.
 

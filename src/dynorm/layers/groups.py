@@ -20,6 +20,7 @@ def param_groups(
     lr: float,
     weight_decay: float = 0.0,
     constants_lr: float | None = None,
+    muon_lr: float | None = None,
 ) -> list[dict[str, Any]]:
     """Return optimizer groups, in which the constants of point-wise layers have their own rate.
 
@@ -36,10 +37,14 @@ def param_groups(
             size, so that it changes in proportion, as beta does through ``log_beta``. So call
             :func:`dynorm.init_from_batch_` before this if the layer is to be annealed to DyT or
             Derf, although annealing sets the constants again.
+        muon_lr: the rate of the hidden matrices under Muon. They are then the first group, and each
+            group has the key ``use_muon``. Hidden matrices have two dimensions and belong neither
+            to an ``nn.Embedding`` nor to the last ``nn.Linear``, which is the head.
 
     Returns:
         Groups for a ``torch.optim`` optimizer; parameters that need no gradient are left out, and
         so are empty groups. The number of groups does not depend on the values of the parameters.
+        With ``muon_lr`` they are for two optimizers, or for one that reads ``use_muon``.
 
     Raises:
         ArgumentError: a rate or the decay is not a number, negative or not finite; or ``model`` is
@@ -51,13 +56,17 @@ def param_groups(
         >>> groups = dynorm.param_groups(model, lr=1e-3, weight_decay=0.1, constants_lr=1e-2)
         >>> [(len(group["params"]), group["lr"], group["weight_decay"]) for group in groups]
         [(1, 0.001, 0.1), (3, 0.001, 0.0), (1, 0.01, 0.0)]
-
+        >>> model = nn.Sequential(nn.Linear(4, 4), dynorm.DyISRU(4), nn.Linear(4, 2))
+        >>> hidden, *rest = dynorm.param_groups(model, lr=3e-4, muon_lr=0.02)
+        >>> optimizers = [torch.optim.Muon([hidden]), torch.optim.AdamW(rest)]
     """
     check_module(model)
     require_gathered(model)
     base = lr if constants_lr is None else constants_lr
-    for name, rate in (("lr", lr), ("weight_decay", weight_decay), ("constants_lr", base)):
-        check_not_negative(name, rate)
+    named = {"lr": lr, "weight_decay": weight_decay, "constants_lr": base, "muon_lr": muon_lr}
+    for name, rate in named.items():
+        if rate is not None:
+            check_not_negative(name, rate)
     rates: dict[nn.Parameter, float] = {}
     # The constants whose rate depends on their size.
     relative: set[nn.Parameter] = set()
@@ -89,7 +98,25 @@ def param_groups(
         if parameter in relative:
             rate = base * rates[parameter]
             groups.append({"params": [parameter], "lr": rate, "weight_decay": 0.0})
+    if muon_lr is not None:
+        outer = _outer_weights(model)
+        hidden = [p for p in matrices if p.dim() == 2 and p not in outer]
+        groups[0]["params"] = [p for p in matrices if p.dim() > 2 or p in outer]
+        groups.insert(0, {"params": hidden, "lr": muon_lr, "weight_decay": weight_decay})
+        for group in groups:
+            group["use_muon"] = group["params"] is hidden
     return [group for group in groups if group["params"]]
+
+
+def _outer_weights(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights of the embeddings and of the last linear layer, which is the head."""
+    outer = {}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            outer[module] = module.weight
+        elif isinstance(module, nn.Linear):
+            outer["head"] = module.weight
+    return set(outer.values())
 
 
 def constant_rates(layer: PointwiseNorm) -> dict[nn.Parameter, float]:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from dynorm import kernels
 from dynorm.arguments import (
     check_count,
-    check_finite,
     check_positive,
     check_witnesses,
     require_gathered,
@@ -31,19 +30,6 @@ class LayerArguments(TypedDict, total=False):
     dim: int
     device: torch.device | str | None
     dtype: torch.dtype | None
-
-
-class Details(TypedDict, total=False):
-    """The habits of a norm that the layer in its place takes over, and the size of its witnesses."""
-
-    # Return the promotion of the dtypes of x and weight, as Llama's RMSNorm does, and not that of x.
-    promote: bool
-    # Return y in the memory order of x, as a norm of element-wise operations does, and not contiguous.
-    keep_order: bool
-    # Added to the weight: 1 for a norm whose factor is 1 + w, so that w keeps all its digits.
-    weight_offset: float
-    # The size of the tensors that hold the witnesses; layers of one room share a compiled graph.
-    room: int
 
 
 class NoEps:
@@ -117,20 +103,6 @@ class PointwiseModule(nn.Module):
     def beta(self) -> Tensor:
         """Return the constant as DyISRU's beta, the inverse square of the slope of ``f`` at 0."""
         raise NotImplementedError
-
-    def set_details(
-        self,
-        *,
-        promote: bool = False,
-        keep_order: bool = False,
-        weight_offset: float = 0.0,
-        room: int = 0,
-    ) -> None:
-        """Set the fields of :class:`Details`, before there are parameters."""
-        self.promote = promote
-        self.keep_order = keep_order
-        self.weight_offset = check_finite("weight_offset", weight_offset)
-        self.room = check_count("room", room, 0)
 
     @property
     def keeps_order(self) -> bool:
@@ -216,12 +188,13 @@ class PointwiseModule(nn.Module):
         if not isinstance(value, Tensor):
             value = torch.tensor(beta, dtype=torch.float64, device="cpu")
         value = value.detach().to(torch.promote_types(value.dtype, upcast(stored).dtype))
-        trailing = zip(reversed(value.shape), reversed(stored.shape), strict=False)
-        if value.ndim > stored.ndim or any(n not in (1, m) for n, m in trailing):
+        try:
+            value.expand(stored.shape)
+        except RuntimeError as error:
             raise ArgumentError(
                 f"beta must broadcast to the constant's shape {tuple(stored.shape)}, got shape "
                 f"{tuple(value.shape)}"
-            )
+            ) from error
         if value.is_cpu and not bool((value.isfinite() & (value > 0)).all()):
             raise ArgumentError(f"beta must be positive and finite, got {beta}")
         # A number beyond the dtype's range becomes the largest in it: an infinite alpha would turn
@@ -257,7 +230,7 @@ class PointwiseModule(nn.Module):
                 f"gains must be a list, one for each of {len(channels)} witnesses, got {gains!r}"
             )
         logarithms = [math.log(check_positive("gains", gain)) for gain in gains]
-        room = max(room, len(channels))
+        room = max(check_count("room", room, 0), len(channels))
         logarithms += [0.0] * (room - len(channels))
         log_gain = None
         if channels:
@@ -333,20 +306,11 @@ class PointwiseModule(nn.Module):
             if text is not None:
                 parts.append(f"{name}={text}")
         parts.append(f"scale={self.scale:.4g}")
-        if self.dim != -1:
-            parts.append(f"dim={self.dim}")
-        config = self.config()
-        for name in (
-            "per_channel",
-            "center",
-            "promote",
-            "keep_order",
-            "witnesses",
-            "weight_offset",
-        ):
-            if config.get(name):
-                parts.append(f"{name}={config[name]}")
-        parts += [f"{name}={config[name]}" for name in ("elementwise_affine", "bias")]
+        defaults = {"elementwise_affine": True, "bias": True, "dim": -1}
+        hidden = ("normalized_shape", "scale", "room", *self.own_arguments)
+        for name, value in self.config().items():
+            if name not in hidden and value != defaults.get(name, False):
+                parts.append(f"{name}={value}")
         return ", ".join(parts)
 
     def _shown_constants(self) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from dynorm.arguments import Shape, check_channels, check_dim, check_finite, upc
 from dynorm.dtypes import is_floating_dtype
 from dynorm.errors import ArgumentError
 from dynorm.layers.by_kernel import by_kernel
-from dynorm.layers.module import Details, PointwiseModule
+from dynorm.layers.module import PointwiseModule
 
 
 class PointwiseNorm(PointwiseModule):
@@ -20,8 +19,18 @@ class PointwiseNorm(PointwiseModule):
 
     A subclass has ``f``, its constants and the number of its kernel. Parameters are never
     0-dimensional: a constant has shape ``(1,)``, or ``(C,)`` with ``per_channel=True``. The
-    arguments are explained at :class:`dynorm.DyISRU`; :func:`dynorm.convert_` and saved models give
-    the ``details``.
+    arguments are explained at :class:`dynorm.DyISRU`, except those that :func:`dynorm.convert_` and
+    saved models give for the habits of a norm and its place.
+
+    Args:
+        promote: return the promotion of the dtypes of x and ``weight``, as Llama's RMSNorm does,
+            and not that of x.
+        keep_order: return y in the memory order of x, as a norm of element-wise operations does,
+            and not contiguous.
+        weight_offset: added to ``weight``: 1 for a norm whose factor is 1 + w, so that w keeps all
+            its digits.
+        room: the size of the tensors that hold the witnesses; layers of one room share a compiled
+            graph.
     """
 
     # Tensors that are made in inference mode can never be trained.
@@ -39,7 +48,10 @@ class PointwiseNorm(PointwiseModule):
         dim: int = -1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **details: Unpack[Details],
+        promote: bool = False,
+        keep_order: bool = False,
+        weight_offset: float = 0.0,
+        room: int = 0,
     ) -> None:
         super().__init__()
         if dtype is not None and not is_floating_dtype(dtype):
@@ -50,7 +62,9 @@ class PointwiseNorm(PointwiseModule):
         if self.scale == 0:
             raise ArgumentError("scale must not be 0, got 0: leave it out for sqrt(C)")
         self.per_channel = per_channel
-        self.set_details(**details)
+        self.promote = promote
+        self.keep_order = keep_order
+        self.weight_offset = check_finite("weight_offset", weight_offset)
 
         def add(name: str, size: int, exists: bool = True) -> None:
             parameter = None
@@ -62,7 +76,7 @@ class PointwiseNorm(PointwiseModule):
         for name in self.constants:
             add(name, constant_size)
         add("center", constant_size, center)
-        self.set_witnesses_(witnesses, room=self.room)
+        self.set_witnesses_(witnesses, room=room)
         add("weight", self.channels, elementwise_affine)
         add("bias", self.channels, elementwise_affine and bias)
         self.reset_parameters()

@@ -57,7 +57,7 @@ def svg_curve(losses: Sequence[tuple[int, float]]) -> str:
 
 
 def _figure(inches: tuple[float, float]) -> "Figure":
-    require_library("matplotlib", "an HTML report", "plots")
+    require_library("matplotlib", "an HTML report")
     from matplotlib.figure import Figure
 
     return Figure(figsize=inches)

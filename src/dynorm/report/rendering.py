@@ -6,6 +6,7 @@ from functools import cache
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from dynorm.errors import require_library
 from dynorm.report.colours import css_colors
 from dynorm.report.pictures import svg_curve, svg_picture
 from dynorm.report.words import digits
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 @cache
 def environment() -> "Environment":
     """Return the environment of the templates, with their filters and functions."""
+    require_library("jinja2", "pages and cards")
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
     from markupsafe import Markup
 

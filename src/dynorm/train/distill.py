@@ -152,8 +152,8 @@ def distill_(
         raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {seed}")
     rate = distillation_rate(model) if lr is None else check_positive("lr", lr)
     folder = None if checkpoints is None else Path(checkpoints)
-    require_library("transformers", "its Trainer", "transformers")
-    require_library("accelerate", "the Trainer of transformers", "transformers")
+    require_library("transformers", "its Trainer")
+    require_library("accelerate", "the Trainer of transformers")
     from dynorm.train.trainer import DistillationTrainer, training_arguments
 
     started = time.perf_counter()

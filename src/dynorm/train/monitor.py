@@ -3,7 +3,6 @@
 import warnings
 import weakref
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,22 +15,16 @@ from dynorm.arguments import check_share
 from dynorm.batches import site_tokens
 from dynorm.errors import CalibrationWarning, listed
 from dynorm.guard import require_values
-from dynorm.layers import PointwiseNorm
-from dynorm.layers.saturation import saturated_share
+from dynorm.layers import Derf, PointwiseNorm
 from dynorm.replace.converted import require_layers
 from dynorm.wrappers import gathered
 
 # This many tokens of a call are enough.
 _TOKENS = 256
-
-
-@dataclass
-class _Call:
-    """The figures of one call of a layer, each a tensor of one number."""
-
-    saturated: Tensor
-    size: Tensor
-    beta: Tensor
+# An output is saturated beyond this share of its bound: for inputs beyond 3 sqrt(beta) of DyISRU.
+_SATURATION = 0.95
+# A constant follows its layer's inputs if it has at least this part of what they grew by.
+_FOLLOWED = 0.25
 
 
 class Monitor:
@@ -67,9 +60,11 @@ class Monitor:
 
     def __init__(self, model: nn.Module, warn_at: float = 0.8) -> None:
         self.warn_at = check_share("warn_at", warn_at)
-        self._first_betas: dict[str, float] = {}
+        # By path: size and beta as they were first seen.
+        self._first: dict[str, list[float]] = {}
         self._warned: set[str] = set()
         self._has_warned_of_rates = False
+        self._has_muon = False
         self._handles: list[RemovableHandle] = []
         self._clear()
         layers = require_layers(model)
@@ -88,16 +83,16 @@ class Monitor:
         They are means over the calls of a layer; a layer that was not called has none.
 
         Warns:
-            CalibrationWarning: a layer saturates, or its constant is in no optimizer or has the rate
-                of all other parameters; the message says what to do.
+            CalibrationWarning: a layer saturates, its constant is in no optimizer or has the rate
+                of all other parameters, or a published Derf begins at alpha 0.5 under Muon; the
+                message names the one remedy that fits.
         """
         self._warn_of_rates()
         all_figures: dict[str, float] = {}
         for path, calls in self._calls.items():
-            saturated = float(torch.stack([call.saturated for call in calls]).mean())
-            size = float(torch.stack([call.size for call in calls]).mean())
-            beta = float(calls[-1].beta)
-            first_beta = self._first_betas.setdefault(path, float(calls[0].beta))
+            saturated, size, _ = torch.stack(calls).mean(0).tolist()
+            beta = float(calls[-1][2])
+            first_size, first_beta = self._first.setdefault(path, calls[0][1:].tolist())
             figures = {
                 "saturated": saturated,
                 "size": size,
@@ -108,13 +103,11 @@ class Monitor:
                 all_figures[f"{name}/{path}"] = value
             if saturated > self.warn_at and path not in self._warned:
                 self._warned.add(path)
+                remedy = _remedy((size / max(first_size, 1e-30)) ** 2, beta / first_beta)
                 warnings.warn(
                     f"the layer {path!r} saturates: {saturated:.0%} of its outputs are near their "
-                    "bound, where the gradient almost vanishes, because its inputs have grown to "
-                    f"{size:.3g} while sqrt(beta) is {beta**0.5:.3g}. Leave out a scale below "
-                    "sqrt(C), give the constants a higher learning rate with dynorm.param_groups, "
-                    "set them with dynorm.init_from_batch_ before the first step, or lower the "
-                    "learning rate",
+                    f"bound, where the gradient almost vanishes. Its inputs have the size {size:.3g}, "
+                    f"and sqrt(beta) is {beta**0.5:.3g}. {remedy}",
                     CalibrationWarning,
                     stacklevel=2,
                 )
@@ -133,7 +126,8 @@ class Monitor:
         return self
 
     def _clear(self) -> None:
-        self._calls: dict[str, list[_Call]] = defaultdict(list)
+        # By path the figures of each call: the share that is saturated, the size, and beta.
+        self._calls: dict[str, list[Tensor]] = defaultdict(list)
         # By the parameter of the model.
         self._rates: dict[Tensor, float] = {}
         self._stepped: set[int] = set()
@@ -143,19 +137,21 @@ class Monitor:
         if id(optimizer) in self._stepped:
             return
         self._stepped.add(id(optimizer))
+        is_muon = "muon" in type(optimizer).__name__.lower()
         own = set(self._model.parameters())
         for group in optimizer.param_groups:
             for parameter in own.intersection(group["params"]):
                 self._rates[parameter] = float(group["lr"])
+                self._has_muon |= is_muon
 
     def _warn_of_rates(self) -> None:
-        """Warn once if the optimizers leave out a logarithmic constant, or give all one rate."""
+        """Warn once if the optimizers leave out a logarithmic constant, or do not suit the constants."""
+        if not self._rates or self._has_warned_of_rates:
+            return
         constants = {}
         for path, layer in self._layers.items():
             if layer.logarithmic and layer.first_constant.requires_grad:
                 constants[layer.first_constant] = path
-        if not self._rates or not constants or self._has_warned_of_rates:
-            return
         left_out = [path for constant, path in constants.items() if constant not in self._rates]
         problem = None
         if left_out:
@@ -164,15 +160,32 @@ class Monitor:
                 "make it after convert_ and calibrate_, of dynorm.param_groups"
             )
         # A warm-up may begin at 0.
-        elif len(self._rates) > len(constants) and len({*self._rates.values(), 0.0}) == 2:
+        elif (
+            constants
+            and len(self._rates) > len(constants)
+            and len({*self._rates.values(), 0.0}) == 2
+        ):
             problem = (
                 "all parameters have the same learning rate, but the logarithms of the layers' "
                 "constants need 30 times that of the weights: use dynorm.param_groups, and let a "
                 "schedule scale the rate of each group in place of setting one for all"
             )
+        elif self._has_muon and not self._first and self._has_published_derf():
+            problem = (
+                "with Muon, a Derf layer of scale 1 loses up to a nat if its alpha begins at 0.5, but "
+                "no number becomes NaN: call dynorm.init_as_published_(model, muon=True) before the "
+                "first step"
+            )
         if problem is not None:
             self._has_warned_of_rates = True
             warnings.warn(problem, CalibrationWarning, stacklevel=3)
+
+    def _has_published_derf(self) -> bool:
+        """Return whether a Derf has the published scale and about the alpha for AdamW."""
+        for layer in self._layers.values():
+            if isinstance(layer, Derf) and layer.scale == 1 and layer.alpha.max() > 0.4:
+                return True
+        return False
 
     @torch.no_grad()
     def _see(
@@ -195,7 +208,40 @@ class Monitor:
         outputs = site_tokens(layer, output.detach(), [])[::step]
         size = inputs.square().mean().sqrt()
         beta = gathered(layer.beta()).median()
-        self._calls[path].append(_Call(saturated_share(layer, outputs), size, beta))
+        saturated = _saturated_share(layer, outputs)
+        self._calls[path].append(torch.stack([saturated, size, beta]))
+
+
+def _saturated_share(layer: PointwiseNorm, tokens: Tensor) -> Tensor:
+    """Return the share of a layer's outputs (tokens, C) that lie near its bound.
+
+    For the linear control, which has no bound, it is the bound of the norm.
+    """
+    factor, bias = layer.factor(), layer.bias
+    if bias is not None:
+        tokens = tokens - gathered(bias.detach()).flatten()
+    bound: float | Tensor = _SATURATION * abs(layer.scale)
+    if factor is not None:
+        bound = bound * gathered(factor.detach()).flatten().abs()
+    return (tokens.abs() > bound).float().mean()
+
+
+def _remedy(growth: float, drift: float) -> str:
+    """Say what to do, by the factors that a layer's mean square input and its beta have grown by."""
+    if growth < 1 / _FOLLOWED:
+        return (
+            "Its constants did not fit from the start: leave out a scale below sqrt(C), and call "
+            "dynorm.init_from_batch_ before the first step"
+        )
+    if drift < _FOLLOWED * growth:
+        return (
+            f"Its inputs have grown {growth**0.5:.3g}-fold, and its constant did not follow: give "
+            "the constants a higher rate, with dynorm.param_groups(..., constants_lr=...)"
+        )
+    return (
+        f"Its inputs have grown {growth**0.5:.3g}-fold, and its constant follows them: lower the "
+        "learning rate, or make the warm-up longer"
+    )
 
 
 # Not to keep a model: a monitor lives as long as its model's hooks, which may be pickled.
