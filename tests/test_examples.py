@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ def warned(
 ) -> Iterator[list[warnings.WarningMessage]]:
     """An empty folder to work in, no network, and compilers and filters of warnings as a new process has them."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["example"])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     torch._dynamo.reset()
     with warnings.catch_warnings(record=True) as caught:
@@ -62,3 +64,42 @@ def test_the_list_has_every_example_and_no_other() -> None:
     rows = re.findall(r"^\| \[(.+?)\]\((.+?)\) \|", page, re.MULTILINE)
     assert SCRIPTS
     assert sorted(rows) == [(name, name) for name in SCRIPTS]
+
+
+MODEL = """
+from torch import nn
+
+def build(norm):
+    return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 8), norm(8), nn.Linear(8, 256))
+
+def own():
+    return build(nn.LayerNorm)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [("build", ["LayerNorm", "RMSNorm", "DyISRU", "DyT", "Derf"]), ("own", ["its own", "Derf"])],
+)
+def test_norms_are_compared_on_a_model_of_the_user(
+    function: str,
+    names: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "my_module.py").write_text(MODEL)
+    (tmp_path / "data.txt").write_text("abcd" * 500)
+    monkeypatch.chdir(tmp_path)
+    words = f"compare_norms.py --model my_module:{function} --data data.txt --out norms.png"
+    rates = ["--rates", "0.01", "0.03", "--steps", "20", "--seeds", "2", "--norms", *names]
+    monkeypatch.setattr("sys.argv", [*words.split(), *rates])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_module", raising=False)
+    runpy.run_path(str(FOLDER / "compare_norms.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    for name in names:
+        assert re.search(
+            rf"^│ {name} +│ \d\.\d+ ± \d\.\d+ │ \d\.\d+ ± \d\.\d+ │", printed, re.MULTILINE
+        )
+    assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")

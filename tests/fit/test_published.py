@@ -58,13 +58,13 @@ def test_an_embedding_is_scaled_by_a_factor_that_is_trained_and_saved() -> None:
     embedding = nn.Embedding(5, 9, dtype=torch.float64)
     ids = torch.arange(5)
     before = embedding(ids)
-    factor = dynorm.scale_embedding_(embedding, 9)
+    factor = dynorm.scale_embedding_(embedding, 9, dtype=torch.float64)
     assert_close(embedding(ids), math.sqrt(9) * before)
     embedding(ids).sum().backward()
     assert_close(factor.grad, before.sum().detach()[None])
     assert factor in dynorm.param_groups(embedding, lr=1.0, weight_decay=1.0)[1]["params"]
     other = nn.Embedding(5, 9, dtype=torch.float64)
-    dynorm.scale_embedding_(other, 9)
+    dynorm.scale_embedding_(other, 9, dtype=torch.float64)
     other.load_state_dict(embedding.state_dict())
     assert torch.equal(other(ids), embedding(ids))
     with pytest.raises(ModelError, match="factor"):

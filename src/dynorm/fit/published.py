@@ -88,7 +88,13 @@ def _alpha(layer: PointwiseNorm, path: str, attention: str | None, muon: bool) -
 
 
 @torch.inference_mode(False)
-def scale_embedding_(module: nn.Module, channels: int) -> nn.Parameter:
+def scale_embedding_(
+    module: nn.Module,
+    channels: int,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Parameter:
     r"""Multiply the output of an embedding by a learned factor, sqrt(C) at first, in place.
 
     .. math:: y = \mathrm{factor} \cdot \mathrm{embedding}(x), \quad \mathrm{factor} = \sqrt{C}
@@ -99,6 +105,8 @@ def scale_embedding_(module: nn.Module, channels: int) -> nn.Parameter:
     Args:
         module: the embedding, or the module that adds several, with an output of any shape.
         channels: its number of channels C.
+        device: where the factor lives.
+        dtype: the factor's dtype.
 
     Returns:
         The factor, of shape (1,).
@@ -119,9 +127,8 @@ def scale_embedding_(module: nn.Module, channels: int) -> nn.Parameter:
     check_module(module, "the embedding")
     if hasattr(module, "factor"):
         raise ModelError("the embedding must have no factor yet, but has one: scale it once")
-    like = next(module.parameters(), torch.empty(0))
-    value = torch.full((1,), math.sqrt(check_channels(channels)))
-    factor = nn.Parameter(value.to(like.device, like.dtype))
+    size = math.sqrt(check_channels(channels))
+    factor = nn.Parameter(torch.full((1,), size, device=device, dtype=dtype))
     module.register_parameter("factor", factor)
     module.register_forward_hook(_times_factor)
     return factor
