@@ -69,7 +69,6 @@ def use_the_core() -> None:
     dynorm.fold_(copy.deepcopy(model), batches[0])
     report = dynorm.convert_model(model, batches, steps=0)
     assert report.output.cosine_mean > 0.5, str(report)
-    dynorm.refine_(model, batches)
     before = model(batches[0])
     with tempfile.TemporaryDirectory() as folder:
         dynorm.save(model, f"{folder}/saved")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dynorm.arguments import check_module, check_not_negative, require_gathered
 from dynorm.layers.constants import AlphaNorm
@@ -108,15 +108,16 @@ def param_groups(
     return [group for group in groups if group["params"]]
 
 
-def _outer_weights(model: nn.Module) -> set[nn.Parameter]:
+def _outer_weights(model: nn.Module) -> set[Tensor]:
     """Return the weights of the embeddings and of the last linear layer, which is the head."""
-    outer = {}
+    outer: set[Tensor] = set()
+    head: list[Tensor] = []
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            outer[module] = module.weight
+            outer.add(module.weight)
         elif isinstance(module, nn.Linear):
-            outer["head"] = module.weight
-    return set(outer.values())
+            head = [module.weight]
+    return outer.union(head)
 
 
 def constant_rates(layer: PointwiseNorm) -> dict[nn.Parameter, float]:
