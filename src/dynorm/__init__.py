@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         calibrate_,
         init_as_published_,
         init_from_batch_,
-        scale_embedding_,
     )
     from dynorm.fold import fold_
     from dynorm.hub import load, save
@@ -73,7 +72,6 @@ __all__ = [
     "report",
     "restore_",
     "save",
-    "scale_embedding_",
     "set_anneal_",
     "theory",
 ]
@@ -101,7 +99,6 @@ _PLACES = {
     "norm_layer": "dynorm.family",
     "restore_": "dynorm.replace",
     "save": "dynorm.hub",
-    "scale_embedding_": "dynorm.fit",
     "set_anneal_": "dynorm.train",
 }
 

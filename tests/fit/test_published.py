@@ -55,19 +55,20 @@ def test_other_layers_are_refused_and_nothing_is_changed() -> None:
 
 
 def test_an_embedding_is_scaled_by_a_factor_that_is_trained_and_saved() -> None:
-    embedding = nn.Embedding(5, 9, dtype=torch.float64)
+    def scaled() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(5, 9), dynorm.DyT(9)).double()
+        before = model[0](ids)
+        dynorm.init_as_published_(model, embedding=model[0])
+        assert_close(model[0](ids), math.sqrt(9) * before)
+        return model
+
     ids = torch.arange(5)
-    before = embedding(ids)
-    factor = dynorm.scale_embedding_(embedding, 9, dtype=torch.float64)
-    assert_close(embedding(ids), math.sqrt(9) * before)
-    embedding(ids).sum().backward()
-    assert_close(factor.grad, before.sum().detach()[None])
-    assert factor in dynorm.param_groups(embedding, lr=1.0, weight_decay=1.0)[1]["params"]
-    other = nn.Embedding(5, 9, dtype=torch.float64)
-    dynorm.scale_embedding_(other, 9, dtype=torch.float64)
-    other.load_state_dict(embedding.state_dict())
-    assert torch.equal(other(ids), embedding(ids))
-    with pytest.raises(ModelError, match="factor"):
-        dynorm.scale_embedding_(other, 9)
-    with pytest.raises(ArgumentError, match=r"normalized_shape.*got 0"):
-        dynorm.scale_embedding_(nn.Identity(), 0)
+    model, other = scaled(), scaled()
+    factor = model[0].factor
+    (gradient,) = torch.autograd.grad(model[0](ids).sum(), factor)
+    assert_close(gradient, model[0].weight.sum().detach()[None])
+    assert factor in set(dynorm.param_groups(model, lr=1.0, weight_decay=1.0)[1]["params"])
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(ids), model(ids))
+    with pytest.raises(ModelError, match="no factor yet"):
+        dynorm.init_as_published_(model, embedding=model[0])

@@ -2,11 +2,10 @@
 
 from dynorm.fit.calibrate import calibrate_
 from dynorm.fit.initialize import init_from_batch_
-from dynorm.fit.published import init_as_published_, scale_embedding_
+from dynorm.fit.published import init_as_published_
 
 __all__ = [
     "calibrate_",
     "init_as_published_",
     "init_from_batch_",
-    "scale_embedding_",
 ]

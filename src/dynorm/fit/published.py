@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from dynorm.arguments import check_channels, check_module
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import Derf, DyT, PointwiseNorm
 from dynorm.replace.converted import require_layers
@@ -15,8 +14,13 @@ from dynorm.replace.converted import require_layers
 _OF_LANGUAGE_MODELS = {4096: (0.8, 0.2), 5120: (0.6, 0.15), 8192: (0.2, 0.05)}
 
 
+@torch.inference_mode(False)
 def init_as_published_(
-    model: nn.Module, *, attention: str | None = None, muon: bool = False
+    model: nn.Module,
+    *,
+    attention: str | None = None,
+    embedding: nn.Module | None = None,
+    muon: bool = False,
 ) -> dict[str, float]:
     r"""Set the constants of DyT and Derf as their authors do, for training from the first step.
 
@@ -26,14 +30,17 @@ def init_as_published_(
     widths, where DyT has two alphas: at 4,096 channels 0.8 in front of attention and 0.2 elsewhere,
     at 5,120 channels 0.6 and 0.15, at 8,192 channels 0.2 and 0.05. Weights and biases stay.
 
-    It is for repeating what was published: :func:`dynorm.init_from_batch_` measures the constants,
-    and is far ahead in small models. In language models the authors of DyT also use
-    :func:`dynorm.scale_embedding_`.
+    It is for repeating published runs: :func:`dynorm.init_from_batch_` measures the constants, and
+    is far ahead in small models. In language models the authors of DyT also multiply the embedding
+    by a learned factor, sqrt(C) at first. Call this before the optimizer is made.
 
     Args:
         model: a model whose point-wise layers are DyT and Derf.
         attention: a glob for the paths of the layers in front of attention, such as
             "\*.input_layernorm". DyT needs it at the three widths.
+        embedding: a language model's embedding, or the module that adds several. Its output is
+            multiplied by a new parameter of it, ``factor``, of shape (1,). A new model needs the
+            same call before it loads a checkpoint of this one.
         muon: begin Derf at 0.3. With the optimizer Muon, 0.5 costs up to a nat, and nothing shows
             it: no number becomes NaN.
 
@@ -41,7 +48,8 @@ def init_as_published_(
         The alphas, by path.
 
     Raises:
-        ModelError: the model has no point-wise layer, or another than DyT and Derf.
+        ModelError: the model has no point-wise layer, or another than DyT and Derf; or the embedding
+            has a factor already.
         ArgumentError: ``attention`` is needed, or matches no layer.
 
     Example:
@@ -66,6 +74,9 @@ def init_as_published_(
                 f"{type(layer).__name__}: call dynorm.init_from_batch_, which sets them all"
             )
         alphas[path] = _alpha(layer, path, attention, muon)
+    if embedding is not None:
+        # A norm of queries or keys has the channels of a head.
+        _scale_(embedding, max(layers.values(), key=lambda layer: layer.channels))
     for path, layer in layers.items():
         layer.scale = 1.0
         layer.fill_constants_(layer.slope_ratio / alphas[path] ** 2, 0.0)
@@ -87,51 +98,14 @@ def _alpha(layer: PointwiseNorm, path: str, attention: str | None, muon: bool) -
     return before_attention if fnmatchcase(path, attention) else elsewhere
 
 
-@torch.inference_mode(False)
-def scale_embedding_(
-    module: nn.Module,
-    channels: int,
-    *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> nn.Parameter:
-    r"""Multiply the output of an embedding by a learned factor, sqrt(C) at first, in place.
-
-    .. math:: y = \mathrm{factor} \cdot \mathrm{embedding}(x), \quad \mathrm{factor} = \sqrt{C}
-
-    The authors of DyT do so in language models. The factor is a parameter of the module: call this
-    before the optimizer is made, and again on a new model before its checkpoint is loaded.
-
-    Args:
-        module: the embedding, or the module that adds several, with an output of any shape.
-        channels: its number of channels C.
-        device: where the factor lives.
-        dtype: the factor's dtype.
-
-    Returns:
-        The factor, of shape (1,).
-
-    Raises:
-        ArgumentError: ``module`` is not a module, or ``channels`` not a size.
-        ModelError: the module has a factor already.
-
-    Example:
-        >>> embedding = nn.Embedding(10, 16)
-        >>> dynorm.scale_embedding_(embedding, 16)
-        Parameter containing:
-        tensor([4.], requires_grad=True)
-
-    Reference:
-        J. Zhu et al., "Transformers without Normalization", arXiv 2503.10622.
-    """
-    check_module(module, "the embedding")
-    if hasattr(module, "factor"):
+def _scale_(embedding: nn.Module, layer: PointwiseNorm) -> None:
+    """Multiply the output of an embedding by a parameter like those of a layer of its width."""
+    if hasattr(embedding, "factor"):
         raise ModelError("the embedding must have no factor yet, but has one: scale it once")
-    size = math.sqrt(check_channels(channels))
-    factor = nn.Parameter(torch.full((1,), size, device=device, dtype=dtype))
-    module.register_parameter("factor", factor)
-    module.register_forward_hook(_times_factor)
-    return factor
+    like = layer.first_constant
+    factor = torch.full((1,), math.sqrt(layer.channels), device=like.device, dtype=like.dtype)
+    embedding.register_parameter("factor", nn.Parameter(factor))
+    embedding.register_forward_hook(_times_factor)
 
 
 def _times_factor(module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
