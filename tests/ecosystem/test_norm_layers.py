@@ -1,0 +1,75 @@
+"""The layers under the names and signatures of other libraries: timm, Megatron, x-transformers."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import dynorm
+from dynorm.errors import ArgumentError
+
+
+@pytest.mark.parametrize("name", ["dyisru", "dyt", "derf"])
+def test_the_calls_of_timm_and_megatron(name: str) -> None:
+    layer = {"dyisru": dynorm.DyISRU, "dyt": dynorm.DyT, "derf": dynorm.Derf}[name]
+    norm, norm2d = dynorm.norm_layer(name), dynorm.norm_layer(f"{name}2d")
+    wanted = repr(layer(8))
+    for built in (norm(8), norm(8, eps=1e-6), norm(8, 1e-6), partial(norm, eps=1e-5)(8)):
+        assert type(built) is layer
+        assert repr(built) == wanted
+    # Megatron builds a class, and would return a function as it is.
+    assert isinstance(norm, type)
+    assert repr(norm(config=object(), hidden_size=8, eps=1e-5)) == wanted
+    assert norm(8, affine=False).weight is None
+    assert norm(8, scale=1, dtype=torch.float64).weight.dtype == torch.float64
+    x = torch.randn(2, 8, 3, 3)
+    assert_close(norm2d(8, eps=1e-6)(x), norm(8)(x.movedim(1, -1)).movedim(-1, 1))
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"one of dyisru, dyt.*got 'layernorm'"):
+        dynorm.norm_layer("layernorm2d")
+
+
+@pytest.fixture
+def timm() -> ModuleType:
+    try:
+        return pytest.importorskip("timm")
+    except RuntimeError:
+        pytest.skip("this torchvision is built for another torch")
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "options"),
+    [
+        ("vit_tiny_patch16_224", "dyisru", {"depth": 1, "img_size": 32}),
+        ("convnext_atto", "dyt2d", {"depths": (1, 1, 1, 1)}),
+    ],
+)
+def test_timm_builds_models_without_norms(
+    timm: ModuleType, model: str, name: str, options: dict[str, Any]
+) -> None:
+    norm_layer = dynorm.norm_layer(name)
+    built = timm.create_model(model, norm_layer=norm_layer, num_classes=4, **options)
+    assert built(torch.randn(1, 3, 32, 32)).shape == (1, 4)
+    kinds = {type(module) for module in built.modules()}
+    assert nn.LayerNorm not in kinds
+    assert {dynorm.DyISRU, dynorm.DyT} & kinds
+
+
+@pytest.mark.parametrize(("other", "layer"), [("DynamicTanh", "DyT"), ("Derf", "Derf")])
+def test_layers_of_x_transformers_load(other: str, layer: str) -> None:
+    library = pytest.importorskip("x_transformers.x_transformers")
+    saved = getattr(library, other)(8)
+    for parameter in saved.parameters():
+        nn.init.normal_(parameter)
+    loaded = getattr(dynorm, layer)(8, scale=1)
+    loaded.load_state_dict(saved.state_dict())
+    x = torch.randn(3, 8)
+    assert_close(loaded(x), saved(x))
