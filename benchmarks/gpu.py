@@ -178,6 +178,7 @@ def check_family(device: str) -> None:
             _check_one(function, (257, 1024), dtype, tolerance, device)
             # An odd number of channels.
             _check_one(function, (33, 517), dtype, tolerance, device)
+            _check_one(function, (33, 517), dtype, tolerance, device, has_tokens=True)
 
 
 def _check_one(
@@ -186,26 +187,28 @@ def _check_one(
     dtype: torch.dtype,
     tolerance: float,
     device: str,
+    has_tokens: bool = False,
 ) -> None:
     x = 3 * torch.randn(shape, device=device, dtype=dtype)
     grad = torch.randn(shape, device=device, dtype=dtype)
-    _, channels = shape
+    rows, channels = shape
 
-    def uniform() -> Tensor:
-        return torch.rand(channels, device=device) + 0.5
+    def uniform(size: int = channels) -> Tensor:
+        return torch.rand(size, device=device) + 0.5
 
     parameters = Parameters(uniform(), None, uniform(), uniform(), uniform())
     if function == FunctionCode.DERF:
         parameters = parameters._replace(shift=uniform())
+    token_constant = uniform(rows) if has_tokens else None
     form = Form(function, False, 1.5)
-    y = _triton.forward(form, x, parameters)
-    arguments = (form, grad, x, parameters, (True,) * 6)
+    y = _triton.forward(form, x, parameters, token_constant)
+    arguments = (form, grad, x, parameters, token_constant, (True,) * 7)
     found = _triton.gradients(*arguments)
     again = _triton.gradients(*arguments)
     leaves: list[Any] = []
-    for tensor in (x, *parameters):
+    for tensor in (x, *parameters, token_constant):
         leaves.append(None if tensor is None else tensor.double().requires_grad_())
-    expected = form.definition(leaves[0], Parameters(*leaves[1:]))
+    expected = form.definition(leaves[0], Parameters(*leaves[1:6]), leaves[6])
     expected.backward(grad.double())
     assert_close(y.double(), expected.detach(), rtol=tolerance, atol=tolerance)
     for got, got_again, leaf in zip(found, again, leaves, strict=True):
@@ -303,7 +306,7 @@ def contenders(
 
     def kernels() -> None:
         _triton.forward(form, leaf, parameters)
-        _triton.gradients(form, grad, leaf, parameters, (True,) * 6)
+        _triton.gradients(form, grad, leaf, parameters, None, (True,) * 7)
 
     both["dyisru kernel"] = kernels
     for name, module in modules.items():

@@ -78,7 +78,7 @@ def forward_kernel(
         _triton_kernels.forward_kernel,
         target,
         **_arguments(function, dtype, channels, parts),
-        **pointers(dtype, y=True, bias=True),
+        **pointers(dtype, y=True, residual=parts, total=parts, bias=True),
         numel=EVEN,
         BLOCK=_triton._TILE,
     )
@@ -89,12 +89,12 @@ def backward_kernel(
 ) -> Any:
     """Compile the backward kernel for the gradients of all that :func:`forward_kernel` takes."""
     rows, columns = _triton.tile(channels)
-    wanted = 0b110011 | parts * 0b1000 | (parts and function == FunctionCode.DERF) << 2
+    wanted = 0b110011 | parts * 0b1001000 | (parts and function == FunctionCode.DERF) << 2
     return compiled(
         _triton_kernels.backward_kernel,
         target,
         **_arguments(function, dtype, channels, parts),
-        **pointers(dtype, grad=True, buffer=True),
+        **pointers(dtype, grad=True, buffer=True, grad_total=parts),
         partial_offset=EVEN,
         rows=ANY,
         chunks=ANY,
@@ -111,6 +111,7 @@ def sum_kernel(target: GPUTarget, dtype: str, channels: int) -> Any:
         target,
         **pointers(dtype, buffer=True, gradients=True),
         partial_offset=EVEN,
+        rows=ANY,
         chunks=ANY,
         FORM=_triton.Choices(FunctionCode.DYISRU, True, 1.0, 0b11000, channels),
         WANTED=0b110011,
@@ -149,6 +150,7 @@ def _arguments(function: int, dtype: str, channels: int, parts: bool) -> dict[st
     derf = function == FunctionCode.DERF
     return {
         **pointers(dtype, x=True, constant=True, weight=True, center=parts, shift=parts and derf),
+        **pointers("fp32", token=parts),
         "FORM": _triton.Choices(
             int(function),
             function == FunctionCode.DYISRU,
@@ -240,7 +242,7 @@ def calls_of_one_pass() -> dict[str, Any]:
         with _Operators() as forward:
             _triton.forward(form, x, parameters)
         with _Operators() as backward:
-            _triton.gradients(form, grad, x, parameters, (True,) * 6)
+            _triton.gradients(form, grad, x, parameters, None, (True,) * 7)
     return {
         "launches": recorder.launches,
         "forward operators": forward.names,

@@ -68,6 +68,7 @@ def reports() -> dict[str, Any]:
     return {
         "convert_": dynorm.convert_(model, dynorm.find_norms(model, **inputs())),
         "calibrate_": dynorm.calibrate_(model, batches),
+        "refine_": dynorm.refine_(model, batches, steps=1),
         "measure": dynorm.measure(model, batches, original=original),
         "fold_": dynorm.fold_(build(), inputs()),
     }

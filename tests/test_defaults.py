@@ -148,6 +148,7 @@ def whole_way(to: str, witnesses: int, folder: Path, under: Any) -> dict[str, An
         found["inspected"] = inspected.to_dict()
         dynorm.convert_(model, sites, to=to, witnesses=witnesses)
         found["calibrated"] = dynorm.calibrate_(model, [x, held_out]).to_dict()
+        found["refined"] = dynorm.refine_(model, [x, held_out], steps=2).to_dict()
         # More values than points of a picture: some are drawn.
         measured = dynorm.measure(model, [held_out], original=original, seed=1)
         found["measured"] = measured.to_dict()

@@ -78,6 +78,7 @@ def test_the_job_has_the_defaults_of_the_verbs() -> None:
     ("verb", "names"),
     [
         (dynorm.convert_, ["to", "per_channel", "center", "witnesses"]),
+        (dynorm.refine_, ["bf16"]),
         (dynorm.distill_, ["lr", "seed", "bf16", "checkpoints"]),
     ],
 )

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
     from dynorm import report
     from dynorm.family import norm_layer
     from dynorm.find import find_norms
-    from dynorm.fit import (
-        calibrate_,
-        init_as_published_,
-        init_from_batch_,
-    )
+    from dynorm.fit import calibrate_, init_as_published_, init_from_batch_, refine_
     from dynorm.fold import fold_
     from dynorm.hub import load, save
     from dynorm.jobs.convert_model import convert_model
@@ -69,6 +65,7 @@ __all__ = [
     "measure",
     "norm_layer",
     "param_groups",
+    "refine_",
     "report",
     "restore_",
     "save",
@@ -97,6 +94,7 @@ _PLACES = {
     "load": "dynorm.hub",
     "measure": "dynorm.report",
     "norm_layer": "dynorm.family",
+    "refine_": "dynorm.fit",
     "restore_": "dynorm.replace",
     "save": "dynorm.hub",
     "set_anneal_": "dynorm.train",

@@ -343,6 +343,9 @@ def test_models_that_write_into_a_norms_output() -> None:
     dynorm.calibrate_(model, [x])
     dynorm.calibrate_(plain, [x])
     assert torch.equal(model.norm.weight, plain[0].weight)
+    dynorm.refine_(model, [x], steps=2)
+    dynorm.refine_(plain, [x], steps=2)
+    assert torch.equal(model.norm.weight, plain[0].weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -498,14 +501,15 @@ def fails(
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_a_layer_whose_norm_is_not_known_is_refused() -> None:
+@pytest.mark.parametrize("tune", [dynorm.calibrate_, dynorm.refine_])
+def test_a_layer_whose_norm_is_not_known_is_refused(tune: Any) -> None:
     """A norm was converted next to a layer that was loaded or built."""
     model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), dynorm.DyT(C))
     batch = scaled_tokens(64)
     dynorm.convert_(model, dynorm.find_norms(model, batch))
     before = parameters(model)
     with pytest.raises(ModelError, match=r"'2' must have replaced a norm.*convert all norms"):
-        dynorm.calibrate_(model, [batch])
+        tune(model, [batch])
     assert same(parameters(model), before)
 
 
@@ -575,19 +579,20 @@ def test_batches_without_an_end_are_refused_before_the_model_runs() -> None:
         dynorm.calibrate_(model, itertools.repeat(torch.randn(2, 3, C)))
 
 
-def test_an_interrupt_inside_the_model_leaves_it_as_it_was() -> None:
+@pytest.mark.parametrize("tune", [dynorm.calibrate_, dynorm.refine_])
+def test_an_interrupt_inside_the_model_leaves_it_as_it_was(tune: Any) -> None:
     model, x = converted(transformer(1), torch.randn(2, 3, C), witnesses=2), torch.randn(8, 3, C)
     dynorm.calibrate_(model, [x])
     model.train()[1].weight.requires_grad_(False)
     before, calls, threads = parameters(model), itertools.count(), threading.active_count()
 
     def interrupt(*_: object) -> None:
-        # After the first of the fits.
+        # After the first of the fits or steps.
         if next(calls) == 6:
             raise KeyboardInterrupt
 
     with model[0].mlp[0].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
-        dynorm.calibrate_(model, [x, 2 * x, x, x])
+        tune(model, [x, 2 * x, x, x])
     assert same(parameters(model), before)
     assert model.training
     assert not model[1].weight.requires_grad

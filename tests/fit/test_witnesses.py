@@ -162,3 +162,13 @@ def test_without_witnesses_there_is_no_gain() -> None:
     plain = converted(0)
     dynorm.calibrate_(plain, [tokens(300)])
     assert "log_gain" not in plain[0].state_dict()
+
+
+def test_refinement_moves_the_gains() -> None:
+    made = converted(2)
+    batches = [tokens(300, seed) for seed in range(2)]
+    dynorm.calibrate_(made, batches)
+    before = made[2].log_gain.detach().clone()
+    report = dynorm.refine_(made, batches, steps=6)
+    assert not torch.equal(made[2].log_gain, before)
+    assert report.last_error < report.first_error

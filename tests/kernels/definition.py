@@ -12,8 +12,9 @@ from dynorm.kernels._form import Form, FunctionCode, Parameters
 
 INF, NAN = float("inf"), float("nan")
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-# Which parameters there are: only a constant; all of one number; all per channel.
-KINDS = ("bare", "shared", "per channel")
+# Which parameters there are: only a constant; all of one number; all per channel; the same with a
+# number for each token.
+KINDS = ("bare", "shared", "per channel", "bare of tokens", "per channel of tokens")
 FUNCTIONS = tuple(FunctionCode)
 
 
@@ -22,6 +23,7 @@ class Call(NamedTuple):
 
     x: Tensor
     parameters: Parameters
+    token_constant: Tensor | None
     grad: Tensor
 
 
@@ -32,30 +34,33 @@ def make(rows: int, channels: int, dtype: torch.dtype, kind: str, function: int)
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=wide)
 
-    constants = channels if kind == "per channel" else 1
+    constants = channels if kind.startswith("per channel") else 1
     parameters = Parameters(normal(constants).abs() + 0.3)
-    if kind != "bare":
+    if not kind.startswith("bare"):
         shift = normal(constants) if function == FunctionCode.DERF else None
         parameters = Parameters(
             parameters.constant, shift, normal(constants), normal(channels), normal(channels)
         )
+    token_constant = None
+    if kind.endswith("tokens"):
+        token_constant = 3 * normal(rows).square()
     x = 2 * normal(rows, channels)
-    return Call(x.to(dtype), parameters, normal(rows, channels).to(dtype))
+    return Call(x.to(dtype), parameters, token_constant, normal(rows, channels).to(dtype))
 
 
 def results_of(kernels: Any, form: Form, call: Call) -> list[Tensor | None]:
     """Return y and all gradients by the kernels."""
-    x, parameters, grad = call
-    y = kernels.forward(form, x, parameters)
-    return [y, *kernels.gradients(form, grad, x, parameters, (True,) * 6)]
+    x, parameters, token_constant, grad = call
+    y = kernels.forward(form, x, parameters, token_constant)
+    return [y, *kernels.gradients(form, grad, x, parameters, token_constant, (True,) * 7)]
 
 
 def expected_of(form: Form, call: Call) -> list[Tensor | None]:
     """Return y and all gradients by the definition in float64."""
     leaves: list[Any] = []
-    for tensor in (call.x, *call.parameters):
+    for tensor in (call.x, *call.parameters, call.token_constant):
         leaves.append(None if tensor is None else tensor.detach().double().requires_grad_())
-    y = form.definition(leaves[0], Parameters(*leaves[1:]))
+    y = form.definition(leaves[0], Parameters(*leaves[1:6]), leaves[6])
     present = [leaf for leaf in leaves if leaf is not None]
     found = iter(torch.autograd.grad(y, present, call.grad.double(), materialize_grads=True))
     return [y.detach(), *(None if leaf is None else next(found) for leaf in leaves)]
@@ -64,7 +69,7 @@ def expected_of(form: Form, call: Call) -> list[Tensor | None]:
 def compare(kernels: Any, form: Form, call: Call) -> None:
     """Compare value and gradients; the sums' errors are seen against the size of their terms."""
     tolerance = TOLERANCES[call.x.dtype]
-    given = (call.x, call.x, *call.parameters)
+    given = (call.x, call.x, *call.parameters, call.token_constant)
     pairs = zip(given, results_of(kernels, form, call), expected_of(form, call), strict=True)
     for place, (tensor, got, want) in enumerate(pairs):
         assert (got is None) == (want is None)

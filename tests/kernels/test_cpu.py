@@ -41,10 +41,12 @@ def test_values_and_gradients(instructions: str, function: int, dtype: torch.dty
 
 
 @each_function
-def test_many_rows_and_long_ones(function: int) -> None:
+@pytest.mark.parametrize("kind", KINDS[2:])
+def test_many_rows_and_long_ones(function: int, kind: str) -> None:
     for rows, channels in ((300, 500), (9, 8200)):
-        call = make(rows, channels, torch.float32, "per channel", function)
-        compare(_cpu, Form(function, False, 0.8), call)
+        compare(
+            _cpu, Form(function, False, 0.8), make(rows, channels, torch.float32, kind, function)
+        )
 
 
 @pytest.mark.parametrize("function", [DYISRU, LINEAR], ids=["dyisru", "linear"])
@@ -60,12 +62,14 @@ def test_logarithmic_constants(
     parameters = call.parameters._replace(
         constant=constant, center=None if center is None else width * center
     )
-    call = call._replace(x=width * call.x, parameters=parameters)
+    token_constant = None if call.token_constant is None else width**2 * call.token_constant
+    call = call._replace(x=width * call.x, parameters=parameters, token_constant=token_constant)
     y, grad_x, *_ = results_of(_cpu, Form(function, True, 3.0), call)
     wide = call._replace(
         x=call.x.double(),
         parameters=Parameters(*(None if p is None else p.double() for p in parameters)),
         grad=call.grad.double(),
+        token_constant=None if token_constant is None else token_constant.double(),
     )
     exact_y, exact_x, *_ = results_of(_cpu, Form(function, True, 3.0), wide)
     compare(_cpu, Form(function, True, 3.0), wide) if log_beta == 0 else None
@@ -96,12 +100,13 @@ def test_edges_are_the_definition_s(instructions: str, function: int, dtype: tor
     edges = [0.0, -0.0, INF, -INF, NAN, info.max, -info.max, info.tiny, -info.tiny / 4, 1.0, -1.0]
     # Repeated, so that they meet every lane of whole vectors and of the rest.
     x = torch.tensor([edges * 8], dtype=torch.float64).to(dtype)[:, :83]
-    for constant in (1.0, 1e-3):
+    for constant, total in itertools.product((1.0, 1e-3), (None, 0.0, 3.0)):
         form = Form(function, False, 2.0)
         parameters = Parameters(torch.tensor([constant], dtype=dtype))
+        token_constant = None if total is None else torch.tensor([total])
         leaf = x.clone().requires_grad_()
-        want = form.definition(leaf, parameters)
-        y = _cpu.forward(form, x, parameters)
+        want = form.definition(leaf, parameters, token_constant)
+        y = _cpu.forward(form, x, parameters, token_constant)
         smallest = 2 * info.tiny * info.eps
         assert_close(y, want.detach(), rtol=TOLERANCES[dtype], atol=smallest, equal_nan=True)
         # The sign of a zero too; Derf's shift of 0 makes it positive.
@@ -109,7 +114,8 @@ def test_edges_are_the_definition_s(instructions: str, function: int, dtype: tor
         assert torch.equal(y[zero].signbit(), want[zero].signbit())
         grad = torch.ones_like(x)
         (slope,) = torch.autograd.grad(want, leaf, grad)
-        got = _cpu.gradients(form, grad, x, parameters, (True,) + (False,) * 5)[0]
+        needed = (True,) + (False,) * 6
+        got = _cpu.gradients(form, grad, x, parameters, token_constant, needed)[0]
         assert_close(got, slope, rtol=4 * TOLERANCES[dtype], atol=TOLERANCES[dtype], equal_nan=True)
 
 
@@ -132,6 +138,28 @@ def test_infinite_ones_add_nothing_to_the_constants(
     for a, b in zip(found[2:5], want[2:5], strict=True):
         if b is not None:
             assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@each_function
+@pytest.mark.parametrize("total", [INF, NAN, 1e38, 0.0])
+def test_numbers_of_tokens_at_the_edge_change_no_other_token(
+    instructions: str, function: int, total: float
+) -> None:
+    call = make(6, 40, torch.float32, "bare of tokens", function)
+    assert call.token_constant is not None
+    changed = call.token_constant.clone()
+    changed[2] = total
+    y, grad_x, *_, of_tokens = results_of(_cpu, Form(function, False, 1.0), call)
+    found = results_of(_cpu, Form(function, False, 1.0), call._replace(token_constant=changed))
+    others = torch.arange(6) != 2
+    for got, want in zip((found[0], found[1], found[-1]), (y, grad_x, of_tokens), strict=True):
+        assert got is not None
+        assert want is not None
+        assert torch.equal(got[others], want[others])
+        if total == INF or total == 1e38:
+            assert_close(got[2], torch.zeros_like(got[2]), rtol=0, atol=1e-15)
+        else:
+            assert bool(got[2].isnan().all()) == (total != total)
 
 
 @pytest.mark.parametrize("huge", [5e18, -1.7e19, 3e38, -INF, NAN])
@@ -158,20 +186,23 @@ def test_slopes_of_large_constants(instructions: str, exponent: int, size: float
     beta = 2.0**exponent
     x, grad = torch.randn(7, 48) * beta**0.5, size * torch.randn(7, 48)
     exact = grad.double() * beta / (beta + x.double() ** 2) ** 1.5
-    parameters = Parameters(torch.tensor([beta]))
-    needed = (True,) + (False,) * 5
-    found = _cpu.gradients(Form(DYISRU, False, 1.0), grad, x, parameters, needed)
-    assert found[0] is not None
-    assert_close(found[0].double(), exact, rtol=1e-5, atol=float(exact.abs().max()) * 1e-6)
+    # As the constant of the layer, and as the number of a token.
+    for constant, total in ((beta, None), (1.0, torch.full((7,), beta))):
+        parameters = Parameters(torch.tensor([constant]))
+        found = _cpu.gradients(
+            Form(DYISRU, False, 1.0), grad, x, parameters, total, (True,) + (False,) * 6
+        )
+        assert found[0] is not None
+        assert_close(found[0].double(), exact, rtol=1e-5, atol=float(exact.abs().max()) * 1e-6)
 
 
 @each_function
-def test_what_is_wanted_changes_no_other(function: int) -> None:
-    call = make(23, 48, torch.float32, "per channel", function)
-    form = Form(function, False, 1.3)
+@pytest.mark.parametrize("kind", KINDS[2:])
+def test_what_is_wanted_changes_no_other(function: int, kind: str) -> None:
+    call, form = make(23, 48, torch.float32, kind, function), Form(function, False, 1.3)
     everything = results_of(_cpu, form, call)[1:]
-    arguments = (form, call.grad, call.x, call.parameters)
-    for needed in itertools.product((False, True), repeat=6):
+    arguments = (form, call.grad, call.x, call.parameters, call.token_constant)
+    for needed in itertools.product((False, True), repeat=7):
         results = _cpu.gradients(*arguments, needed)
         for got, want, need in zip(results, everything, needed, strict=True):
             assert (got is not None) == (need and want is not None)
@@ -199,8 +230,8 @@ def test_sums_are_as_exact_as_float64_ones() -> None:
     # A million equal numbers in float32 would be off by parts in a thousand.
     x, grad = torch.ones(1_000_000, 3), torch.full((1_000_000, 3), 0.1)
     parameters = Parameters(torch.ones(1), bias=torch.zeros(3))
-    needed = (False,) * 5 + (True,)
-    found = _cpu.gradients(Form(LINEAR, False, 1.0), grad, x, parameters, needed)
+    needed = (False,) * 5 + (True, False)
+    found = _cpu.gradients(Form(LINEAR, False, 1.0), grad, x, parameters, None, needed)
     assert_close(found[5], torch.full((3,), 1e5), rtol=2e-6, atol=0)
 
 
@@ -249,7 +280,7 @@ def test_accuracy(instructions: str, function: int, constant: float, limit: floa
 def test_wrong_calls_are_refused_before_memory_is_touched() -> None:
     native: Any = _cpu._native()
     x, constant = torch.zeros(5, 2), torch.ones(1)
-    absent = (None,) * 4
+    absent = (None,) * 5
     assert native.forward(x, constant, *absent, 0, False, 1.0, x)
     assert not native.forward(x, constant, *absent, 9, False, 1.0, x)
     assert not native.forward(x, None, *absent, 0, False, 1.0, x)

@@ -21,7 +21,7 @@ from torch.testing import assert_close
 import dynorm
 from dynorm import Derf, DyISRU, DyT, LinearControl
 from dynorm.errors import ArgumentError
-from dynorm.kernels import _cpu, _op, _triton, backend
+from dynorm.kernels import _cpu, _op, _triton, backend, pointwise
 from dynorm.kernels._form import FunctionCode, Parameters, UnfitError
 from dynorm.layers import PointwiseNorm
 from tests.kernels.definition import KINDS, make
@@ -87,12 +87,12 @@ class Wrapped(Tensor):
 def test_which_tensors_the_kernels_take() -> None:
     x, one, four, two = torch.ones(3, 4), torch.ones(1), torch.ones(4), torch.ones(2)
 
-    def fits(x: Tensor = x, **parameters: Tensor) -> bool:
+    def fits(x: Tensor = x, tokens: Tensor | None = None, **parameters: Tensor) -> bool:
         """Both checks, which must agree."""
         named = Parameters(**{"constant": one} | parameters)
-        by_python = _triton.fits(x, named)
+        by_python = _triton.fits(x, named, tokens)
         try:
-            _cpu.forward((0, False, 1.0), x, named)
+            _cpu.forward((0, False, 1.0), x, named, tokens)
         except UnfitError:
             assert not by_python
         else:
@@ -101,7 +101,8 @@ def test_which_tensors_the_kernels_take() -> None:
 
     assert fits()
     assert fits(constant=four, shift=four, center=one, weight=four, bias=four)
-    assert fits(torch.ones(5, 2, 3, 4).permute(2, 0, 1, 3))
+    assert fits(tokens=torch.ones(3))
+    assert fits(torch.ones(5, 2, 3, 4).permute(2, 0, 1, 3), torch.ones(5, 2, 3).permute(2, 0, 1))
     refused: list[dict[str, Tensor]] = [
         {"constant": two},
         {"weight": one},
@@ -110,6 +111,10 @@ def test_which_tensors_the_kernels_take() -> None:
         {"weight": torch.ones(4, dtype=torch.int32)},
         {"weight": torch._neg_view(four)},
         {"weight": four.as_subclass(Wrapped)},
+        {"tokens": torch.ones(4)},
+        {"tokens": torch.ones(3, dtype=torch.bfloat16)},
+        {"tokens": torch.ones(3).as_subclass(Wrapped)},
+        {"x": torch.ones(2, 3, 4).transpose(0, 1), "tokens": torch.ones(3, 2)},
         {"x": x.int()},
         {"x": x.to(torch.float8_e5m2)},
         {"x": x.to_sparse()},
@@ -135,10 +140,17 @@ LAYOUTS: dict[str, tuple[int, Callable[[], Tensor]]] = {
 
 
 @needs_kernels
+@pytest.mark.parametrize(("layer_class", "witnesses"), [(Derf, ()), (DyISRU, (5, 0))], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts(
+    layer_class: type[PointwiseNorm],
+    witnesses: tuple[int, ...],
+    layout: str,
+    calls: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     dim, make_x = LAYOUTS[layout]
-    layer = build(Derf, 6, dim=dim, per_channel=True, center=True)
+    layer = build(layer_class, 6, dim=dim, per_channel=True, center=True, witnesses=witnesses)
     x = make_x()
     got = with_gradients(layer, x)
     assert calls == ["forward", "gradients"]
@@ -164,8 +176,9 @@ def test_derivatives(kind: type[PointwiseNorm], options: dict[str, Any], calls: 
     leaves = (torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True), *layer.parameters())
     assert gradcheck(call, leaves, check_forward_ad=True, check_batched_grad=True)
     assert gradgradcheck(call, leaves)
-    # The definition serves witnesses.
-    assert ("gradients" in calls) == ("witnesses" not in options and _cpu.name() != "torch")
+    # The definition serves a line with witnesses.
+    served = "witnesses" not in options or kind is not LinearControl
+    assert ("gradients" in calls) == (served and _cpu.name() != "torch")
     # A gradient that can be differentiated again is that of the definition too.
     x, grad = leaves[0], torch.randn(2, 3, 3, dtype=torch.float64)
     (want,) = torch.autograd.grad(layer.definition(x), x, grad)
@@ -174,6 +187,27 @@ def test_derivatives(kind: type[PointwiseNorm], options: dict[str, Any], calls: 
     y = layer(x)
     (batched,) = vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True))(grad[None])
     assert_close(batched[0], want)
+
+
+@needs_kernels
+@pytest.mark.parametrize("function", [FunctionCode.DYISRU, FunctionCode.DYT, FunctionCode.DERF])
+@pytest.mark.parametrize("of", KINDS[3:])
+def test_derivatives_by_the_numbers_of_tokens(function: int, of: str) -> None:
+    x, parameters, token_constant, _ = make(3, 4, torch.float64, of, function)
+    tensors = [x, *parameters, token_constant]
+    places = [place for place, tensor in enumerate(tensors) if tensor is not None]
+
+    def call(*leaves: Tensor) -> Tensor:
+        given = list(tensors)
+        for place, leaf in zip(places, leaves, strict=True):
+            given[place] = leaf
+        results = pointwise((function, False, 1.5), given[0], None, given[1:6], given[6])  # type: ignore[arg-type]
+        assert results is not None
+        return results[0]
+
+    leaves = [tensors[place].clone().requires_grad_() for place in places]  # type: ignore[union-attr]
+    assert gradcheck(call, leaves)
+    assert gradgradcheck(call, leaves)
 
 
 @needs_kernels
@@ -289,11 +323,12 @@ def test_compiled_training_holds_the_op(kind: type[PointwiseNorm]) -> None:
 @needs_kernels
 @pytest.mark.parametrize("of", KINDS)
 def test_the_op_is_as_torch_wants_one(of: str) -> None:
-    x, parameters, _ = make(5, 8, torch.float32, of, FunctionCode.DERF)
-    for tensor in (x, *parameters):
+    x, parameters, token_constant, _ = make(5, 8, torch.float32, of, FunctionCode.DERF)
+    residual = None if token_constant is None else torch.randn_like(x)
+    for tensor in (x, residual, *parameters, token_constant):
         if tensor is not None:
             tensor.requires_grad_()
-    arguments = (x, *parameters, int(FunctionCode.DERF), False, 1.5)
+    arguments = (x, residual, *parameters, token_constant, int(FunctionCode.DERF), False, 1.5)
     torch.library.opcheck(_op._op, arguments)
     # The definition serves.
     shared = (x.t().contiguous().t(), *arguments[1:])
@@ -378,6 +413,72 @@ def test_memory_order_is_that_of_an_elementwise_norm(compiled: bool, calls: list
     assert layers[-1](part).is_contiguous()
     assert "forward" in calls
     assert DyISRU(8)(permuted).is_contiguous()
+
+
+def test_a_fused_sum_is_the_sum_and_the_layer_of_it(kind: type[PointwiseNorm]) -> None:
+    seen: list[Tensor] = []
+    x, residual = torch.randn(2, 3, 8, requires_grad=True), torch.randn(2, 3, 8, requires_grad=True)
+    for options in ({}, {"dim": 1}, {"witnesses": 2}, {"promote": True}):
+        size = 3 if "dim" in options else 8
+        layer = build(kind, size, **options)
+        for hooked in (False, True):
+            if hooked:
+                layer.register_forward_hook(lambda module, args, y: seen.append(args[0]))
+            y, total = layer(x, residual=residual)
+            assert torch.equal(total, x + residual)
+            assert_close(y, layer.definition(total))
+            weight = torch.randn_like(total)
+            got = torch.autograd.grad((y * weight).sum() + (total**2).sum(), [x, residual])
+            plain = x + residual
+            want = torch.autograd.grad(
+                (layer.definition(plain) * weight).sum() + (plain**2).sum(), [x, residual]
+            )
+            assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert torch.equal(seen[-1], total)
+    # Each of the results may be unused, and the sum may be wider.
+    (unused,) = torch.autograd.grad(layer(x, residual=residual)[1].sum(), x)
+    assert torch.equal(unused, torch.ones_like(x))
+    y, total = layer(x, residual=residual.double())
+    assert total.dtype == torch.float64
+
+
+@needs_kernels
+def test_a_residual_is_added_by_the_kernel(kind: type[PointwiseNorm]) -> None:
+    """Otherwise the sum would have a node of autograd, or of the graph, for itself."""
+    layer = build(kind, 8)
+    x, residual = torch.randn(3, 8), torch.randn(3, 8)
+    y, total = layer(x.requires_grad_(), residual=residual)
+    assert y.grad_fn is total.grad_fn
+    graph = compiled_graph(layer, x, residual)
+    assert graph.count("dynorm.pointwise") == 1
+    assert "add" not in graph
+    # Not with a hook, which has to see the sum.
+    layer.register_forward_hook(lambda module, args, y: None)
+    y, total = layer(x, residual=residual)
+    assert y.grad_fn is not total.grad_fn
+
+
+def test_a_fused_sum_has_gradients_as_a_sum_has() -> None:
+    layer = DyISRU(8).double()
+    x, residual = (torch.randn(3, 8, dtype=torch.float64) for _ in range(2))
+    _, total = layer(x, residual=residual)
+    assert not total.requires_grad
+    seen: list[nn.Module] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    layer(x, residual=residual)
+    handle.remove()
+    assert seen == [layer]
+    inputs = (x.requires_grad_(), residual.requires_grad_())
+
+    def call(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        return layer(x, residual=residual)
+
+    assert torch.autograd.gradcheck(call, inputs, check_batched_grad=True)
+    with pytest.raises(ArgumentError, match="residual must be a tensor"):
+        layer(x, residual=1.0)
+    for wrong in (residual[:2], residual[0], torch.zeros(3, 1)):
+        with pytest.raises(ArgumentError, match=r"shape of x, \(3, 8\), got .*: expand it"):
+            layer(x, residual=wrong)
 
 
 def test_autocast_and_checkpoint(kind: type[PointwiseNorm]) -> None:

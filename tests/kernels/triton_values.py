@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -35,7 +33,7 @@ def test_values_and_gradients_are_those_of_the_definition(
 ) -> None:
     # Less than a tile, more than a tile each way, and a size of 1.
     shapes = [(7, 33), (9, 600), (300, 3), (1, 1), (0, 5)]
-    for kind, (rows, channels) in zip(itertools.cycle(KINDS), shapes, strict=False):
+    for kind, (rows, channels) in zip(KINDS, shapes, strict=True):
         compare(_triton, Form(function, False, 1.7), make(rows, channels, dtype, kind, function))
 
 
@@ -61,20 +59,38 @@ def test_gradients_are_those_of_the_parameters_as_stored(function: int, kind: st
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_infinities_and_nan_are_those_of_the_definition(function: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("total", [None, 0.0, 3.0])
+def test_infinities_and_nan_are_those_of_the_definition(
+    function: int, dtype: torch.dtype, total: float | None
+) -> None:
     large = torch.finfo(dtype).max
     x = torch.tensor([[INF], [-INF], [NAN], [large], [-large], [0.0], [-0.0]], dtype=dtype)
     parameters = Parameters(torch.tensor([2.0], dtype=dtype))
-    form, needed = Form(function, False, 1.5), (True,) + (False,) * 5
+    token_constant = None if total is None else torch.full((7,), total, dtype=dtype)
+    form, needed = Form(function, False, 1.5), (True,) + (False,) * 6
     with np.errstate(all="ignore"):
-        y = _triton.forward(form, x, parameters)
-        got = _triton.gradients(form, torch.ones_like(x), x, parameters, needed)[0]
+        y = _triton.forward(form, x, parameters, token_constant)
+        grad = torch.ones_like(x)
+        got = _triton.gradients(form, grad, x, parameters, token_constant, needed)[0]
     leaf = x.clone().requires_grad_()
-    expected = form.definition(leaf, parameters)
+    expected = form.definition(leaf, parameters, token_constant)
     expected.sum().backward()
     assert_close(y, expected.detach(), equal_nan=True)
     assert torch.equal(y.signbit()[-2:], expected.signbit()[-2:])
     assert_close(got, leaf.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_infinite_number_of_a_token_leaves_nothing_of_it(function: int) -> None:
+    call = make(3, 40, torch.float32, "bare of tokens", function)
+    assert call.token_constant is not None
+    call.token_constant[1] = INF
+    with np.errstate(all="ignore"):
+        y, grad_x, *_ = results_of(_triton, Form(function, False, 1.0), call)
+    for result in (y, grad_x):
+        assert result is not None
+        assert result[1].abs().max() < 1e-15
+        assert result[[0, 2]].abs().max() > 0.1
 
 
 @pytest.mark.parametrize("programs", [1, 5, 1024])
@@ -90,10 +106,28 @@ def test_sums_of_many_chunks_are_whole_and_the_same_every_time(
         assert got is again is None or torch.equal(got, again)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_residual_is_added_and_its_gradient_too(dtype: torch.dtype) -> None:
+    call, form = make(7, 272, dtype, "per channel", DYISRU), Form(DYISRU, True, 1.7)
+    residual, grad_total = torch.randn(2, 7, 272).to(dtype)
+    total = torch.empty_like(call.x)
+    y = _triton.forward(form, call.x, call.parameters, residual=residual, total=total)
+    assert_close(total, call.x + residual)
+    assert torch.equal(y, _triton.forward(form, total, call.parameters))
+    arguments = (form, call.grad, total, call.parameters, None, (True,) * 7)
+    plain = _triton.gradients(*arguments)
+    found = _triton.gradients(*arguments, grad_total)
+    assert plain[0] is not None
+    tolerance = 4 * TOLERANCES[dtype]
+    assert_close(found[0], plain[0] + grad_total, rtol=tolerance, atol=tolerance)
+    for got, want in zip(found[1:], plain[1:], strict=True):
+        assert got is want is None or torch.equal(got, want)  # type: ignore[arg-type]
+
+
 def test_output_may_be_the_input() -> None:
-    call, form = make(7, 1100, torch.float32, "per channel", DYT), Form(DYT, False, 1.0)
-    expected = _triton.forward(form, call.x, call.parameters)
-    assert _triton.forward(form, call.x, call.parameters, out=call.x) is call.x
+    call, form = make(7, 1100, torch.float32, "per channel of tokens", DYT), Form(DYT, False, 1.0)
+    expected = _triton.forward(form, call.x, call.parameters, call.token_constant)
+    assert _triton.forward(form, call.x, call.parameters, call.token_constant, out=call.x) is call.x
     assert torch.equal(call.x, expected)
 
 

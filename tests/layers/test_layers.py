@@ -157,6 +157,19 @@ def test_a_layer_over_another_axis_keeps_the_order_of_memory(compiled: bool) -> 
             assert_close(y, layer.definition(x))
 
 
+def test_a_sum_has_the_order_of_memory_of_a_sum(kind: type[PointwiseNorm]) -> None:
+    x = torch.randn(2, 6, 5, 6)
+    last = x.contiguous(memory_format=torch.channels_last)
+    for dim, options in ((-1, {}), (-1, {"keep_order": True}), (1, {})):
+        layer = build(kind, 6, dim=dim, **options)
+        for view in (x, last, x.transpose(0, 2), x[:, :, ::2]):
+            for residual in (view, view.contiguous(), view.flip(0)):
+                y, total = layer(view, residual=residual)
+                assert total.stride() == (view + residual).stride()
+                assert torch.equal(total, view + residual)
+                assert y.stride() == layer(total).stride()
+
+
 # torch's own forward mode scripts its decompositions.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_gradcheck(kind: type[PointwiseNorm]) -> None:

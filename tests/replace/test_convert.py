@@ -490,6 +490,7 @@ def test_an_offloaded_model_is_left_as_it_is() -> None:
         lambda: dynorm.finalize_(annealed),
         lambda: dynorm.Monitor(model),
         lambda: dynorm.calibrate_(model, [X]),
+        lambda: dynorm.refine_(model, [X], steps=1),
         lambda: dynorm.measure(model, [X], original=original),
         lambda: dynorm.distill_(model, [X], teacher=original, steps=1),
         lambda: dynorm.distill_(copy.deepcopy(given), [X], teacher=model, steps=1),

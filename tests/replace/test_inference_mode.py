@@ -89,6 +89,7 @@ def test_layers_that_were_made_in_inference_mode_or_copied_there() -> None:
     require_trains(model)
     for verb in (
         lambda: dynorm.calibrate_(copied, batches()),
+        lambda: dynorm.refine_(copied, batches(), steps=2),
         lambda: dynorm.init_from_batch_(copied, batches()[0]),
     ):
         with pytest.raises(dynorm.errors.ModelError, match=r"made.*torch\.inference_mode"):

@@ -44,6 +44,7 @@ VERBS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "find_norms": ("", lambda model: dynorm.find_norms(model, X)),
     "convert_": ("", lambda model: dynorm.convert_(model, dynorm.find_norms(build(), X))),
     "calibrate_": ("dyisru", lambda model: dynorm.calibrate_(model, [X])),
+    "refine_": ("dyisru", lambda model: dynorm.refine_(model, [X], steps=1)),
     "init_from_batch_": ("dyisru", lambda model: dynorm.init_from_batch_(model, X)),
     "measure": ("dyisru", lambda model: dynorm.measure(model, [X], original=build())),
     "original": ("", lambda original: dynorm.measure(converted(), [X], original=original)),

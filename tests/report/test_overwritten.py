@@ -45,6 +45,7 @@ VERBS: dict[str, Callable[[Any], object]] = {
     "find_norms": lambda batch: dynorm.find_norms(InPlace(), batch),
     "inspect_norms": lambda batch: dynorm.inspect_norms(InPlace(), [batch]),
     "calibrate_": lambda batch: dynorm.calibrate_(built(), [batch]),
+    "refine_": lambda batch: dynorm.refine_(built(), [batch], steps=1),
     "measure": lambda batch: dynorm.measure(built(), [batch], original=InPlace().eval()),
     "init_from_batch_": lambda batch: dynorm.init_from_batch_(built(), batch),
     "fold_": lambda batch: dynorm.fold_(built(), **example_of(batch)),

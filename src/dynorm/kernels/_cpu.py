@@ -2,7 +2,8 @@
 
 ``y = weight * scale * f(x - center) + bias``, with f chosen by number: 0 DyISRU ``u / sqrt(constant
 + u^2)``, 1 DyT ``tanh(constant u)``, 2 Derf ``erf(constant u + shift)``, 3 linear ``constant u``. x
-is contiguous, its channels last.
+is contiguous, its channels last. With one number T per token each row has its own constant:
+``constant + T`` for DyISRU, and for the others ``constant / sqrt(1 + ratio constant^2 T)``.
 
 The sums of the parameters' gradients are taken in pieces that depend only on the shape: in float32
 for at most 128 rows and in float64 beyond. The sums of a piece are rounded to float32 once (not for
@@ -35,15 +36,26 @@ def name() -> str:
     return str(native.name())
 
 
-def forward(form: Fields, x: Tensor, parameters: Numbers) -> Tensor:
+def forward(
+    form: Fields,
+    x: Tensor,
+    parameters: Numbers,
+    token_constant: Tensor | None = None,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
+) -> Tensor:
     """Return y, of x's shape, dtype and order in memory.
+
+    With a residual, y is the function of ``x + residual``, which is written to ``total``.
 
     Raises:
         UnfitError: the tensors are not as the kernels take them.
     """
+    if residual is not None:
+        x = torch.add(x, residual, out=total)
     y = torch.empty_like(x)
     native = _native()
-    if native is None or not native.forward(x, *parameters, *form, y):
+    if native is None or not native.forward(x, *parameters, token_constant, *form, y):
         raise UnfitError
     return y
 
@@ -53,27 +65,31 @@ def gradients(
     grad: Tensor,
     x: Tensor,
     parameters: Numbers,
+    token_constant: Tensor | None,
     needed: Sequence[bool],
+    grad_sum: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Return the gradients of x and of the parameters, each like its tensor.
+    """Return the gradients of x, of the parameters and of the tokens' numbers, each like its tensor.
 
     A gradient that is not needed is None. ``grad``, that of y, is like x; ``needed`` has a value
-    for each of these tensors.
+    for each of these tensors; ``grad_sum`` is added to the gradient of x.
 
     Raises:
         UnfitError: the tensors are not as the kernels take them.
     """
     results: list[Tensor | None] = []
-    for tensor, need in zip((x, *parameters), needed, strict=True):
+    for tensor, need in zip((x, *parameters, token_constant), needed, strict=True):
         if need and tensor is not None:
             results.append(torch.empty_like(tensor))
         else:
             results.append(None)
     # The bias has no part in any gradient, so that it need not be read.
-    arguments = (x, *parameters[:4], None, *form, grad, *results)
+    arguments = (x, *parameters[:4], None, token_constant, *form, grad, *results)
     native = _native()
     if native is None or not native.backward(*arguments):
         raise UnfitError
+    if grad_sum is not None and results[0] is not None:
+        results[0] += grad_sum
     return results
 
 

@@ -43,6 +43,8 @@ NAMESPACE = __name__.partition(".")[0]
 # Parameters and Form in the schemas of these operators.
 TENSORS = "Tensor constant, Tensor? shift, Tensor? center, Tensor? weight, Tensor? bias"
 FORM = "int function, bool logarithmic, float scale"
+# 1 / (beta slope^2): the slope of erf at 0 is 2 / sqrt(pi).
+RATIO_OF_DERF = 4 / torch.pi
 
 
 class Parameters(NamedTuple):
@@ -76,10 +78,19 @@ class Form(NamedTuple):
             return (-0.5 * value).exp()
         return value.exp()
 
+    def of_token(self, constant: Tensor, token_constant: Tensor) -> Tensor:
+        """Return the constant of each token: ``constant + T``, or a slope divided by its growth."""
+        total = token_constant[..., None]
+        if self.function == FunctionCode.DYISRU:
+            return constant + total
+        ratio = RATIO_OF_DERF if self.function == FunctionCode.DERF else 1.0
+        return constant * torch.rsqrt(1 + ratio * constant.square() * total)
+
     def definition(
         self,
         x: Tensor,
         parameters: Numbers,
+        token_constant: Tensor | None = None,
         *,
         dim: int = -1,
         witnesses: Tensor | None = None,
@@ -89,6 +100,8 @@ class Form(NamedTuple):
         constant, shift, center, weight, bias = parameters
         assert constant is not None
         constants = [self.constant(constant)]
+        if token_constant is not None:
+            constants = [self.of_token(constants[0], token_constant)]
         if self.function == FunctionCode.DERF and shift is not None:
             constants.append(shift)
         return DEFINITIONS[self.function](

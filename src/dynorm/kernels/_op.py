@@ -1,6 +1,6 @@
-"""The op ``dynorm::pointwise``: the kernels of a layer as one operator of torch, with its gradient.
+"""The op ``dynorm::pointwise``: the kernels of a layer as one operator of torch, with its gradients.
 
-``y = weight * scale * f(x - center) + bias``, with f by its :class:`FunctionCode`. The
+``y = weight * scale * f(x + residual - center) + bias``, with f by its :class:`FunctionCode`. The
 layers call :func:`pointwise`. In eager mode that goes straight to the kernel, because a trip through
 torch's dispatcher takes longer than the arithmetic of a small input. Training under torch.compile
 calls the op. Everything else that watches operations sees the layer's definition, and so does
@@ -10,6 +10,7 @@ compiled inference, so that Inductor can fuse it. Second derivatives are those o
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -30,21 +31,22 @@ from dynorm.kernels._form import (
     Fields,
     Form,
     Numbers,
-    Parameters,
     UnfitError,
 )
 
-# x and the parameters: the tensors of a call come first in its arguments, then the fields of its form.
-_TENSORS = 1 + len(Parameters._fields)
 ENABLED = os.environ.get("DYNORM_KERNELS", "1") != "0"
 _log = logging.getLogger("dynorm")
 
+# T, one number per token, makes the constant ``constant + T`` for DyISRU, and ``constant / sqrt(1 +
+# ratio constant^2 T)`` for the functions of a slope.
+_PARAMETERS = f"{TENSORS}, Tensor? token_constant, {FORM}"
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
-# y, of the shape, dtype and memory order of x.
-_library.define(f"pointwise(Tensor x, {TENSORS}, {FORM}) -> Tensor")
-# The gradients that are needed, of x and of the parameters.
+# y, of the shape, dtype and memory order of x; then the sum, if there is a residual.
+_library.define(f"pointwise(Tensor x, Tensor? residual, {_PARAMETERS}) -> Tensor[]")
+# The gradients that are needed, of x (and residual), of the parameters and of the tokens' numbers.
 _library.define(
-    f"pointwise_backward(Tensor grad, Tensor x, {TENSORS}, {FORM}, bool[] needed) -> Tensor[]"
+    f"pointwise_backward(Tensor grad, Tensor? grad_sum, Tensor x, {_PARAMETERS}, bool[] needed) "
+    "-> Tensor[]"
 )
 _op = getattr(torch.ops, NAMESPACE).pointwise.default
 _op_backward = getattr(torch.ops, NAMESPACE).pointwise_backward.default
@@ -83,30 +85,40 @@ def backend(device: torch.device | str = "cpu") -> str:
     return _cpu.name() if kernels is _cpu else "triton"
 
 
-def pointwise(form: Fields, x: Tensor, parameters: Numbers) -> Tensor | None:
-    """Return y, or None if only the definition can serve.
+def pointwise(
+    form: Fields,
+    x: Tensor,
+    residual: Tensor | None,
+    parameters: Numbers,
+    token_constant: Tensor | None = None,
+) -> Sequence[Tensor] | None:
+    """Return y, and ``x + residual`` if there is a residual; None if only the definition can serve.
 
-    y has the shape, dtype and memory order of x. The channels of x come last, also in memory. An x on
-    another device than its parameters is an ArgumentError.
+    y has the shape, dtype and memory order of x. The channels of x come last, also in memory. A
+    residual has its shape and dtype. An x on another device than its parameters is an ArgumentError.
 
     Args:
         form: the fields of :class:`Form`.
         x: the input.
+        residual: added to it first.
         parameters: the fields of :class:`Parameters`.
+        token_constant: one number T per token, in float32 or float64 and in the order of x in
+            memory.
     """
-    if not may_serve(x, *parameters):
+    others = (residual, *parameters, token_constant)
+    if not may_serve(x, *others):
         return None
-    y: Tensor | None
+    results: Sequence[Tensor] | None
     if torch.compiler.is_compiling():
-        y = _op(x, *parameters, *form)
-    elif torch.is_grad_enabled() and wants_gradient(x, *parameters):
-        y = _record(False, x, *parameters, *form)
+        results = _op(x, *others, *form)
+    elif torch.is_grad_enabled() and wants_gradient(x, *others):
+        results = _record(False, x, *others, *form)
     else:
-        y = _by_kernel(form, x, parameters)
-    return y
+        results = _by_kernel(form, x, residual, parameters, token_constant)
+    return results
 
 
-def may_serve(x: Tensor, *parameters: Tensor | None) -> bool:
+def may_serve(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether a kernel may serve these tensors, unless it refuses their layout.
 
     Otherwise the definition serves: where something watches, in compiled inference, for a subclass
@@ -114,12 +126,12 @@ def may_serve(x: Tensor, *parameters: Tensor | None) -> bool:
     """
     if not (ENABLED and x.is_floating_point() and _has_kernels(x.device.type)):
         return False
-    for parameter in parameters:
-        if parameter is not None and type(parameter) not in PLAIN_TYPES:
+    for tensor in others:
+        if tensor is not None and type(tensor) not in PLAIN_TYPES:
             return False
     if not torch.compiler.is_compiling():
         return _is_plain(x)
-    is_trained = torch.is_grad_enabled() and wants_gradient(x, *parameters)
+    is_trained = torch.is_grad_enabled() and wants_gradient(x, *others)
     return is_trained and type(x) in PLAIN_TYPES and not torch.compiler.is_exporting()
 
 
@@ -178,51 +190,72 @@ def _kernels_of(device: str) -> ModuleType | None:
 class _Pointwise(torch.autograd.Function):
     """The kernels with their gradients; its arguments are those of the op, behind ``by_op``.
 
-    Only x and the parameters are saved. The function is cheap, memory is not: computing f again takes
-    less time than reading a saved result back.
+    Only x (or the sum), the parameters and the tokens' numbers are saved. The function is cheap,
+    memory is not: computing f again takes less time than reading a saved result back.
     """
 
     @staticmethod
-    def forward(ctx: Any, by_op: bool, *arguments: Any) -> Tensor:
+    def forward(ctx: Any, by_op: bool, *arguments: Any) -> tuple[Tensor, ...]:
+        x, residual, *others = arguments[:8]
         ctx.by_op = by_op
-        ctx.form = arguments[_TENSORS:]
-        ctx.save_for_backward(*arguments[:_TENSORS])
-        if not by_op:
-            return _values(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():
-            y: Tensor = _op(*arguments)
-        return y
+        ctx.form = arguments[8:]
+        if by_op:
+            with torch._C._AutoDispatchBelowAutograd():
+                results = _op(*arguments)
+        else:
+            results = _values(*arguments)
+        ctx.save_for_backward(x if residual is None else results[1], *others)
+        ctx.set_materialize_grads(False)
+        _, need_x, need_residual, *_ = ctx.needs_input_grad
+        if residual is not None and not (need_x or need_residual):
+            ctx.mark_non_differentiable(results[1])
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None = None) -> Any:
         tensors = ctx.saved_tensors
-        # Behind that of `by_op`.
-        needed = list(ctx.needs_input_grad[1 : 1 + _TENSORS])
+        # Of `by_op`, x, the residual and the others.
+        _, need_x, need_residual, *need_others = ctx.needs_input_grad[:9]
+        needed = [need_x or need_residual, *need_others]
+        if grad is None:
+            grad = torch.zeros_like(tensors[0])
         gradients = _op_backward if ctx.by_op else _gradients
-        is_watched = not ctx.by_op and traced(tensors[0], grad)
+        incoming = [grad] if grad_sum is None else [grad, grad_sum]
+        is_watched = not ctx.by_op and traced(tensors[0], *incoming)
         # A second derivative is that of the definition.
         if torch.is_grad_enabled() or is_watched:
             gradients = _plain_gradients
-        in_order = iter(gradients(grad, *tensors, *ctx.form, needed))
-        of_tensors = [next(in_order) if need else None for need in needed]
-        return (None, *of_tensors, None, None, None)
+        in_order = iter(gradients(grad, grad_sum, *tensors, *ctx.form, needed))
+        of_x, *of_others = [next(in_order) if need else None for need in needed]
+        of_residual = of_x if need_residual else None
+        return (None, of_x if need_x else None, of_residual, *of_others, None, None, None)
 
 
 # torch gives this method no types.
 _record: Any = _Pointwise.apply
 
 
-def _by_kernel(form: Fields, x: Tensor, parameters: Numbers) -> Tensor | None:
-    """Return the result of the op; None if no kernel takes these tensors."""
+def _by_kernel(
+    form: Fields,
+    x: Tensor,
+    residual: Tensor | None,
+    parameters: Numbers,
+    token_constant: Tensor | None,
+) -> list[Tensor] | None:
+    """Return the results of the op; None if no kernel takes these tensors."""
+    total = None
+    if residual is not None:
+        total = torch.empty_like(x)
+        residual = _laid_like(x, residual)
     kernels = _kernels_of(x.device.type)
-    if kernels is None:
-        return None
-    try:
-        y: Tensor = kernels.forward(form, x, parameters)
-    except UnfitError:
-        require_one_device(x, *parameters)
-        return None
-    return y
+    if kernels is not None:
+        try:
+            y = kernels.forward(form, x, parameters, token_constant, residual, total)
+        except UnfitError:
+            require_one_device(x, *parameters)
+        else:
+            return [y] if total is None else [y, total]
+    return None
 
 
 def _laid_like(x: Tensor, other: Tensor) -> Tensor:
@@ -242,67 +275,77 @@ def require_one_device(x: Tensor, *parameters: Tensor | None) -> None:
             )
 
 
-def _values(*arguments: Any) -> Tensor:
-    """Return the result of the op, by a kernel if one serves."""
-    x, *parameters = arguments[:_TENSORS]
-    form = Form(*arguments[_TENSORS:])
-    y = _by_kernel(form, x, parameters)
-    if y is not None:
-        return y
-    return torch.empty_like(x).copy_(form.definition(x, parameters))
+def _values(*arguments: Any) -> list[Tensor]:
+    """Return the results of the op, by a kernel if one serves."""
+    x, residual, *parameters, token_constant = arguments[:8]
+    form = Form(*arguments[8:])
+    results = _by_kernel(form, x, residual, parameters, token_constant)
+    if results is not None:
+        return results
+    total = x if residual is None else x + residual
+    defined = form.definition(total, parameters, token_constant)
+    y = torch.empty_like(total).copy_(defined)
+    return [y] if residual is None else [y, total]
 
 
-def _gradients(grad: Tensor, *arguments: Any) -> list[Tensor]:
+def _gradients(*arguments: Any) -> list[Tensor]:
     """Return the results of the op's backward pass, by a kernel if one serves.
 
-    They are the gradients that are needed, of x and of the parameters.
+    They are the gradients that are needed, of x, of the parameters and of the tokens' numbers.
     """
-    x, *parameters = arguments[:_TENSORS]
-    *form, needed = arguments[_TENSORS:]
+    grad, grad_sum, x, *parameters, token_constant = arguments[:9]
+    form, needed = arguments[9:12], arguments[12]
     kernels = _kernels_of(x.device.type)
     if kernels is None:
-        return _plain_gradients(grad, *arguments)
+        return _plain_gradients(*arguments)
+    grad = _laid_like(x, grad)
+    if grad_sum is not None:
+        grad_sum = _laid_like(x, grad_sum)
     try:
-        found = kernels.gradients(form, _laid_like(x, grad), x, parameters, needed)
+        found = kernels.gradients(form, grad, x, parameters, token_constant, needed, grad_sum)
     except UnfitError:
-        return _plain_gradients(grad, *arguments)
+        return _plain_gradients(*arguments)
     return [gradient for gradient in found if gradient is not None]
 
 
-def _plain_gradients(grad: Tensor, *arguments: Any) -> list[Tensor]:
+def _plain_gradients(*arguments: Any) -> list[Tensor]:
     """Return the same by the definition, which can be differentiated again."""
-    tensors = list(arguments[:_TENSORS])
-    *form, needed = arguments[_TENSORS:]
+    grad, grad_sum, *tensors = arguments[:9]
+    form, needed = Form(*arguments[9:12]), arguments[12]
     again = torch.is_grad_enabled()
     inputs: list[Tensor] = []
     with torch.enable_grad():
         for place, tensor in enumerate(tensors):
             if needed[place]:
-                # A view, so that a gradient is that of this call and no other.
+                # A view, so that a gradient is that of the call alone: T may itself depend on x.
                 tensors[place] = tensor.view_as(tensor)
                 # Compiled code does not record anything.
                 if not tensor.requires_grad:
                     tensors[place].requires_grad_()
                 inputs.append(tensors[place])
-        y = Form(*form).definition(tensors[0], tensors[1:])
+        y = form.definition(tensors[0], tensors[1:6], tensors[6])
         found = torch.autograd.grad(y, inputs, grad, create_graph=again, materialize_grads=True)
-    return list(found)
+    gradients = list(found)
+    if grad_sum is not None and needed[0]:
+        gradients[0] = gradients[0] + grad_sum
+    return gradients
 
 
-def _fake_value(x: Tensor, *_: Any) -> Tensor:
-    """Return an empty result, by which compilers know its shape."""
-    return torch.empty_like(x)
+def _fake_values(*arguments: Any) -> list[Tensor]:
+    """Return empty results, by which compilers know their shapes."""
+    x, residual = arguments[:2]
+    return [torch.empty_like(x) for given in (x, residual) if given is not None]
 
 
-def _fake_gradients(_: Tensor, *arguments: Any) -> list[Tensor]:
+def _fake_gradients(*arguments: Any) -> list[Tensor]:
     """Return empty gradients."""
-    tensors, needed = arguments[:_TENSORS], arguments[-1]
+    tensors, needed = arguments[2:9], arguments[12]
     return [torch.empty_like(t) for t, need in zip(tensors, needed, strict=True) if need]
 
 
 for _device in ("CPU", "CUDA"):
     _library.impl("pointwise", _values, _device)
     _library.impl("pointwise_backward", _gradients, _device)
-_library.impl("pointwise", lambda *arguments: _record(True, *arguments), "Autograd")
-torch.library.register_fake(f"{NAMESPACE}::pointwise", _fake_value, lib=_library)
+_library.impl("pointwise", lambda *arguments: list(_record(True, *arguments)), "Autograd")
+torch.library.register_fake(f"{NAMESPACE}::pointwise", _fake_values, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::pointwise_backward", _fake_gradients, lib=_library)

@@ -23,6 +23,8 @@ _TILE = 1024
 _RESIDENT = 6
 _PARAMETERS = len(Parameters._fields)
 _WEIGHT = Parameters._fields.index("weight")
+# The bit of the tokens' gradient, behind that of x and those of the parameters.
+_TOKENS = _PARAMETERS + 1
 # The gradients of one buffer begin at multiples of this number of elements.
 _ALIGNMENT = 16
 # The tile in which partial sums are added up.
@@ -64,17 +66,21 @@ def forward(
     form: Fields,
     x: Tensor,
     parameters: Numbers,
+    token_constant: Tensor | None = None,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return ``y = weight * scale * f(x - center) + bias`` of x, in one pass.
+    """Return ``y = weight * scale * f(x + residual - center) + bias`` of x, in one pass.
 
-    It is written to ``out`` if that is given. It is computed in float32, in float64 for float64, and
-    rounded once to the dtype of x.
+    It is written to ``out`` if that is given, and ``x + residual`` to ``total``, which comes with a
+    residual. Both are computed in float32, in float64 for float64, and rounded once to the dtype of
+    x.
 
     Raises:
         UnfitError: the tensors are not as the kernels take them.
     """
-    if not fits(x, parameters):
+    if not fits(x, parameters, token_constant):
         raise UnfitError
     y = torch.empty_like(x) if out is None else out
     if not x.numel():
@@ -84,7 +90,7 @@ def forward(
     # Triton launches on the current device, whatever its arguments are.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         forward_kernel[(ceil_divide(x.numel(), _TILE),)](
-            *(x, y, *parameters, x.numel()),
+            *(x, residual, total, y, *parameters, token_constant, x.numel()),
             FORM=choices(form, parameters, x.shape[-1]),
             BLOCK=_TILE,
             num_warps=4,
@@ -97,29 +103,34 @@ def gradients(
     grad: Tensor,
     x: Tensor,
     parameters: Numbers,
+    token_constant: Tensor | None,
     needed: Sequence[bool],
+    grad_total: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Return the gradients of x and of the parameters, each like its tensor.
+    """Return the gradients of x, of the parameters and of the tokens' numbers, each like its tensor.
 
-    A gradient that is not needed is None. The sums have the same bits at every call.
+    A gradient that is not needed is None. The sums have the same bits at every call. With a residual
+    ``x`` is ``x + residual``, and ``grad_total`` its gradient by what else uses it, which is added.
 
     Raises:
         UnfitError: the tensors are not as the kernels take them.
     """
-    if not fits(x, parameters):
+    if not fits(x, parameters, token_constant):
         raise UnfitError
-    tensors = (x, *parameters)
+    tensors = (x, *parameters, token_constant)
     wanted = 0
     for place, (tensor, need) in enumerate(zip(tensors, needed, strict=True)):
         wanted |= (need and tensor is not None) << place
     channels = x.shape[-1]
+    rows = x.numel() // channels
     slot = _aligned(channels)
     sums = None
     if wanted >> 1:
         dtypes = {tensor.dtype for tensor in tensors[1:] if tensor is not None}
         dtype = dtypes.pop() if len(dtypes) == 1 else _compute_dtype(x)
-        sums = torch.empty(_PARAMETERS * slot, dtype=dtype, device=x.device)
-    grad_x = _backward(form, grad, x, parameters, wanted, sums)
+        numbers = _PARAMETERS * slot + rows * (wanted >> _TOKENS)
+        sums = torch.empty(numbers, dtype=dtype, device=x.device)
+    grad_x = _backward(form, grad, x, parameters, token_constant, grad_total, wanted, sums)
     results: list[Tensor | None] = [grad_x if wanted & 1 else None]
     for place, tensor in enumerate(tensors[1:]):
         gradient = None
@@ -135,12 +146,15 @@ def _backward(
     grad: Tensor,
     x: Tensor,
     parameters: Numbers,
+    token_constant: Tensor | None,
+    grad_total: Tensor | None,
     wanted: int,
     sums: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of x, and write those of the parameters, one in each slot of ``sums``."""
+    """Return the gradient of x, and write those of the parameters and tokens, one in each slot of ``sums``."""
     channels = x.shape[-1]
     rows = x.numel() // channels
+    has_tokens = wanted >> _TOKENS
     block_rows, block_columns = tile(channels)
     blocks = ceil_divide(channels, block_columns)
     # All programs run at the same time, and go through the rows with the same stride.
@@ -148,7 +162,7 @@ def _backward(
     chunks = min(chunks, ceil_divide(rows, block_rows))
     # One allocation for the gradient of x and, behind it, the partial sums.
     partial_offset = _aligned(x.numel())
-    partial_sums = _PARAMETERS * chunks * channels
+    partial_sums = _PARAMETERS * chunks * channels + blocks * rows * has_tokens
     size = partial_offset + partial_sums * _compute_dtype(x).itemsize // x.element_size()
     buffer = torch.empty(size, dtype=x.dtype, device=x.device)
     from dynorm.kernels._triton_kernels import backward_kernel, sum_kernel
@@ -158,7 +172,7 @@ def _backward(
         if rows:
             # The bias has no part in any gradient.
             backward_kernel[(chunks * blocks,)](
-                *(grad, x, *parameters[:4]),
+                *(grad, x, grad_total, *parameters[:4], token_constant),
                 *(buffer, partial_offset, rows, chunks),
                 FORM=compiled,
                 WANTED=wanted,
@@ -167,8 +181,9 @@ def _backward(
                 num_warps=4,
             )
         if sums is not None:
-            sum_kernel[(ceil_divide(channels, _NUMBERS), _PARAMETERS)](
-                *(buffer, partial_offset, sums, chunks),
+            longest = max(channels, rows * has_tokens)
+            sum_kernel[(ceil_divide(longest, _NUMBERS), _PARAMETERS + has_tokens)](
+                *(buffer, partial_offset, sums, rows, chunks),
                 FORM=compiled,
                 WANTED=wanted,
                 BLOCKS=blocks,
@@ -181,7 +196,7 @@ def _backward(
     return buffer.as_strided_(x.shape, x.stride())
 
 
-def fits(x: Tensor, parameters: Numbers) -> bool:
+def fits(x: Tensor, parameters: Numbers, token_constant: Tensor | None) -> bool:
     """Return whether the kernels take these tensors."""
     for tensor in (x, *parameters):
         if tensor is None:
@@ -199,7 +214,16 @@ def fits(x: Tensor, parameters: Numbers) -> bool:
             continue
         if parameter.shape != x.shape[-1:] or not parameter.is_contiguous():
             return False
-    return True
+    if token_constant is None:
+        return True
+    strides = tuple(stride // x.shape[-1] for stride in x.stride()[:-1])
+    return (
+        type(token_constant) is Tensor
+        and token_constant.dtype in (torch.float32, torch.float64)
+        and token_constant.shape == x.shape[:-1]
+        and token_constant.stride() == strides
+        and token_constant.device == x.device
+    )
 
 
 def _is_dense(x: Tensor) -> bool:

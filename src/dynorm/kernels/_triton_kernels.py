@@ -2,7 +2,7 @@
 
 Compile-time choices are the parameters that exist, ``FORM`` (a :class:`dynorm.kernels._triton.Choices`)
 and ``WANTED``, whose bits say which gradients are wanted: of x, of constant, shift, center, weight
-and bias.
+and bias, and of the tokens' numbers.
 """
 
 # Triton's language has Python's syntax, not its types, and its constants are in capitals.
@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 
 from dynorm.kernels._triton_functions import (
+    by_total,
     compute,
     constant_of,
     derivatives,
+    of_token,
     parameter,
     value,
 )
@@ -24,41 +26,57 @@ from dynorm.kernels._triton_functions import (
 @triton.jit
 def forward_kernel(
     x_ptr,
+    residual_ptr,
+    total_ptr,
     y_ptr,
     constant_ptr,
     shift_ptr,
     center_ptr,
     weight_ptr,
     bias_ptr,
+    token_ptr,
     numel,
     FORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute ``BLOCK`` elements of ``y = weight * scale * f(x - center) + bias``."""
+    """Compute ``BLOCK`` elements of ``y = weight * scale * f(x + residual - center) + bias``.
+
+    With a residual, ``x + residual`` is stored too.
+    """
     CHANNELS: tl.constexpr = FORM.channels
     # 64 bits: an input may have more than 2**31 elements.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     index = tl.arange(0, BLOCK)
     mask = index < numel - start
-    channel = ((start % CHANNELS).to(tl.int32) + index) % CHANNELS
+    place = (start % CHANNELS).to(tl.int32) + index
+    channel = place % CHANNELS
     if CHANNELS % 8 == 0:
         # Parameters are loaded as vectors.
         channel = tl.max_contiguous(tl.multiple_of(channel, 8), 8)
 
     x = tl.load(x_ptr + start + index, mask, other=0.0)
-    parameters = (constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr)
+    if residual_ptr is not None:
+        # Rounded first, so that y is the function of the sum that is returned.
+        residual = tl.load(residual_ptr + start + index, mask, other=0.0)
+        x = (x.to(compute(x)) + residual.to(compute(x))).to(x.dtype)
+        tl.store(total_ptr + start + index, x, mask)
+    if token_ptr is not None:
+        token_ptr += start // CHANNELS + place // CHANNELS
+    parameters = (constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr, token_ptr)
     tl.store(y_ptr + start + index, layer_of(x, parameters, channel, mask, FORM), mask)
 
 
 @triton.jit
 def layer_of(x, parameters, channel, mask, FORM: tl.constexpr):
     """Return ``weight * scale * f(x - center) + bias`` in the dtype of x."""
-    constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr = parameters
+    constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr, token_ptr = parameters
     COMPUTE: tl.constexpr = compute(x)
     u = x.to(COMPUTE)
     if center_ptr is not None:
         u -= parameter(center_ptr, channel, mask, FORM.many & 4, COMPUTE)
     constant = constant_of(constant_ptr, channel, mask, COMPUTE, FORM)
+    if token_ptr is not None:
+        constant, _ = of_token(constant, token_ptr, mask, FORM.function)
     shift = parameter(shift_ptr, channel, mask, FORM.many & 2, COMPUTE)
     y = value(u, constant, shift, FORM.function, x.dtype.primitive_bitwidth < 32)
     y *= tl.full([], FORM.scale, COMPUTE)
@@ -73,10 +91,12 @@ def layer_of(x, parameters, channel, mask, FORM: tl.constexpr):
 def backward_kernel(
     grad_ptr,
     x_ptr,
+    grad_total_ptr,
     constant_ptr,
     shift_ptr,
     center_ptr,
     weight_ptr,
+    token_ptr,
     buffer_ptr,
     partial_offset,
     rows,
@@ -89,7 +109,8 @@ def backward_kernel(
     """Compute the gradient of x in every ``chunks``-th tile of some channels, and their sums.
 
     The buffer begins with the gradient of x; partial sums follow at ``partial_offset``, in float32 or
-    float64: for each of the five parameters, ``(chunks, channels)``, or one number per program.
+    float64: first, for each of the five parameters, ``(chunks, channels)``, or one number per
+    program; then the tokens' ``(blocks, rows)``.
     """
     FUNCTION: tl.constexpr = FORM.function
     CHANNELS: tl.constexpr = FORM.channels
@@ -124,10 +145,21 @@ def backward_kernel(
         u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
         if center_ptr is not None:
             u -= center
+        of_row = constant
+        if token_ptr is not None:
+            of_row, root = of_token(constant, token_ptr + row, row < rows, FUNCTION)
         # Computed again from x, because f was not saved.
-        f, slope, by_constant, by_shift = derivatives(u, constant, shift, FUNCTION, NARROW)
+        f, slope, by_constant, by_shift = derivatives(u, of_row, shift, FUNCTION, NARROW)
+        if WANTED & 64:
+            by_this = grad * (gain * by_total(by_constant, of_row, FUNCTION))
+            target = partial_ptr + 5 * region + block.to(tl.int64) * rows + row
+            tl.store(target, tl.sum(by_this, 1, keep_dims=True), row < rows)
+        if token_ptr is not None:
+            by_constant = by_constant * (root * root * root)
         if WANTED & 1:
             of_x = grad * (gain * slope)
+            if grad_total_ptr is not None:
+                of_x += tl.load(grad_total_ptr + offset, mask, other=0.0).to(COMPUTE)
             tl.store(buffer_ptr + offset, of_x.to(buffer_ptr.dtype.element_ty), mask)
         if WANTED & 2:
             sum_constant += grad * by_constant
@@ -173,11 +205,12 @@ def store_sum(
         tl.store(target + program, tl.sum(columns))
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=["rows", "chunks"])
 def sum_kernel(
     buffer_ptr,
     partial_offset,
     gradients_ptr,
+    rows,
     chunks,
     FORM: tl.constexpr,
     WANTED: tl.constexpr,
@@ -186,7 +219,7 @@ def sum_kernel(
     BLOCK_PARTS: tl.constexpr,
     BLOCK_NUMBERS: tl.constexpr,
 ):
-    """Add up the partial sums of one parameter, and round the result once.
+    """Add up the partial sums of one parameter, or of the tokens, and round the result once.
 
     The order is always the same, where that of atomics, and so their rounding, differs in every run.
     """
@@ -196,6 +229,8 @@ def sum_kernel(
     parts, numbers = chunks, CHANNELS
     if (FORM.many >> kind) & 1 == 0:
         parts, numbers = chunks * BLOCKS, 1
+    if kind == 5:
+        parts, numbers = BLOCKS, rows
     first = tl.program_id(0) * BLOCK_NUMBERS
     if ((WANTED >> (kind + 1)) & 1 == 1) & (first < numbers):
         number = first + tl.arange(0, BLOCK_NUMBERS)

@@ -167,7 +167,7 @@ def product_kernel(
 
         row = m + tl.arange(0, BLOCK_M)[:, None]
         pointers = (product_bias_ptr, factor_ptr, residual_ptr, total_ptr, y_ptr)
-        parameters = (constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr)
+        parameters = (constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr, None)
         if BLOCK_M * BLOCK_N > 16384:
             # One half after the other, so that they need half the registers and shared memory.
             halves = tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2))

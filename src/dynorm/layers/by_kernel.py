@@ -1,25 +1,83 @@
-"""A layer's call by a fused kernel, which knows no witness."""
+"""A layer's call by a fused kernel, which knows one number per token and no witness."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dynorm import kernels
+from dynorm.arguments import upcast
 from dynorm.layers.module import PointwiseModule
 
 
-def by_kernel(layer: PointwiseModule, x: Tensor) -> Tensor | None:
-    """Return a layer's function of x by a kernel, or None if only the definition serves."""
-    parameters, log_gain = layer.kernel_parameters()
-    if log_gain is not None:
-        return None
+def by_kernel(
+    layer: PointwiseModule, x: Tensor, residual: Tensor | None = None
+) -> Sequence[Tensor] | None:
+    """Return a layer's function of x, or of ``x + residual`` and that sum, by a kernel.
+
+    A residual has the shape and dtype of x. None if only the definition serves.
+    """
     is_last = layer.dim in (-1, x.ndim - 1)
-    last = x if is_last else x.movedim(layer.dim, -1)
-    # A kernel needs the channels side by side in memory, and reads x in the order of its other axes.
-    is_laid = last.is_contiguous() or last.stride(-1) == 1
-    laid = last if is_laid else last.contiguous()
-    y = kernels.pointwise(layer.form(), laid, parameters)
-    if y is None:
+    if not is_last:
+        x = x.movedim(layer.dim, -1)
+        residual = None if residual is None else residual.movedim(layer.dim, -1)
+    parameters, log_gain = layer.kernel_parameters()
+    form = layer.form()
+    results: Sequence[Tensor] | None
+    if residual is not None:
+        # The sum lies in memory as torch lays it, which is certain only here.
+        if log_gain is not None or not (x.is_contiguous() and residual.is_contiguous()):
+            return None
+        results = kernels.pointwise(form, x, residual, parameters)
+    else:
+        is_laid = x.is_contiguous() or (x.stride(-1) == 1 and log_gain is None)
+        laid = x if is_laid else x.contiguous()
+        if log_gain is None:
+            results = kernels.pointwise(form, laid, None, parameters)
+        else:
+            results = _with_witnesses(layer, laid, parameters)
+        if results is not None and not is_laid:
+            results = [torch.empty_like(x).copy_(results[0])]
+    if is_last or results is None:
+        return results
+    return [result.movedim(-1, layer.dim) for result in results]
+
+
+def _with_witnesses(
+    layer: PointwiseModule, x: Tensor, parameters: Sequence[Tensor | None]
+) -> Sequence[Tensor] | None:
+    """Return y of x with its channels last, by a kernel that takes one number per token.
+
+    It adds ``T = sum_k gain_k u_k^2`` to the beta of each token. A witness of DyISRU is not in its
+    own sum, so its channel is computed by the definition and written over.
+    """
+    # A line has no bound, and where tokens grow its constant, the definition clamps x.
+    if kernels.traced(x) or layer.kernel == kernels.FunctionCode.LINEAR:
         return None
-    if not is_laid:
-        y = torch.empty_like(last).copy_(y)
-    return y if is_last else y.movedim(-1, layer.dim)
+    witnesses, gain = layer.witnesses_and_gains()
+    shown = x.index_select(-1, witnesses)
+    own = [_chosen(parameter, witnesses) for parameter in parameters]
+    center = own[2]
+    u = upcast(shown)
+    if center is not None:
+        u = u - center
+    # So far from the largest number that a sum of 16 squares with large gains stays finite.
+    limit = torch.finfo(u.dtype).max ** 0.5 / 2**14
+    # The definition clamps x too where a witness is larger, or not a number. A GPU is not waited for.
+    if u.is_cpu and not bool((u.abs() <= limit).all()):
+        return None
+    total = (u.clamp(-limit, limit).square() * gain).sum(-1)
+    results = kernels.pointwise(layer.form(), x, None, parameters, total)
+    if results is None or layer.kernel != kernels.FunctionCode.DYISRU:
+        return results
+    places = torch.arange(shown.shape[-1], device=x.device)
+    form = kernels.Form(*layer.form())
+    columns = form.definition(shown, own, witnesses=places, gain=gain)
+    return [results[0].index_copy_(-1, witnesses, columns)]
+
+
+def _chosen(parameter: Tensor | None, witnesses: Tensor) -> Tensor | None:
+    """Return the part of a parameter that belongs to the witnesses."""
+    if parameter is None or parameter.numel() == 1:
+        return parameter
+    return parameter.index_select(0, witnesses)

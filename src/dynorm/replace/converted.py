@@ -74,7 +74,7 @@ def require_layers(
                 f"the layer {path!r} must have replaced a norm to be compared with it, but it was "
                 "loaded or built so: pass the original where a function takes one (original= of "
                 "measure, teacher= of distill_), or convert all norms of the original at once, and "
-                "calibrate before saving"
+                "calibrate and refine before saving"
             )
     return layers
 

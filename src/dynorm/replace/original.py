@@ -9,9 +9,22 @@ from torch import Tensor, nn
 from dynorm.batches import Batch, call
 from dynorm.guard import hooked, undisturbed
 from dynorm.layers import PointwiseNorm
+from dynorm.replace.converted import require_layers
 from dynorm.replace.swap import original_forward
 
 Outputs = dict[PointwiseNorm, list[Tensor]]
+
+
+def norm_outputs(model: nn.Module, batch: Batch) -> Outputs:
+    """Run a batch with the original norms, and return their outputs by layer, in call order."""
+    outputs: Outputs = defaultdict(list)
+
+    def keep(layer: PointwiseNorm, _: Tensor, output: Tensor) -> None:
+        # A copy: the model may write into its tensor later.
+        outputs[layer].append(output.clone())
+
+    run_norms(model, require_layers(model, with_norms=True).values(), batch, keep)
+    return outputs
 
 
 def run_norms(

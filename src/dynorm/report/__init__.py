@@ -5,6 +5,7 @@ The records that the other verbs return are here too.
 
 from dynorm.fit.calibrate import CalibrationReport, SiteCalibration
 from dynorm.fit.initialize import InitializationReport
+from dynorm.fit.refine import RefinementReport
 from dynorm.fold import FoldedSite, FoldReport
 from dynorm.replace import ConversionReport
 from dynorm.report.conversion import measure
@@ -23,6 +24,7 @@ __all__ = [
     "InspectionReport",
     "ModelReport",
     "OutputReport",
+    "RefinementReport",
     "SiteCalibration",
     "SiteReport",
     "inspect_norms",

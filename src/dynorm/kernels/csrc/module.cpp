@@ -35,7 +35,7 @@ const Kernels* best() {
 // Given once by `connect`.
 dynorm::Torch torch{};
 
-// The tensors x, constant, shift, center, weight and bias; then function, logarithmic, scale.
+// The tensors x, constant, shift, center, weight, bias and the numbers of tokens; then function, logarithmic, scale.
 constexpr Py_ssize_t kNumbers = 1, kForm = kNumbers + dynorm::kRoles, kProblemArguments = kForm + 3;
 
 // A call as the kernels take it, if the reader finds that it fits.
@@ -90,7 +90,7 @@ PyObject* forward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   return run(reader, problem, [&] { dynorm::forward(*chosen, problem, y); });
 }
 
-// ..., grad_y, grad_x, then the gradients of the parameters; None for what is not wanted
+// ..., grad_y, grad_x, then the gradients of the parameters and of the numbers of tokens; None for what is not wanted
 PyObject* backward(PyObject*, PyObject* const* a, Py_ssize_t count) {
   constexpr Py_ssize_t kAll = kProblemArguments + 2 + dynorm::kRoles;
   if (count != kAll) return PyErr_Format(PyExc_TypeError, "backward got %zd arguments", count);

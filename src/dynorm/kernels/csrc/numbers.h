@@ -44,6 +44,11 @@ void read_all(const Numbers& from, std::int64_t count, double otherwise, Number*
   }
 }
 
+// One of the numbers of tokens, float or double.
+inline double number_at(const Numbers& from, std::int64_t i) {
+  return from.dtype == kFloat64 ? static_cast<const double*>(from.data)[i] : static_cast<const float*>(from.data)[i];
+}
+
 // The sum of term(i) for 0 <= i < n, in an order of its own.
 template <class Term>
 double sum_of(std::int64_t n, const Term& term) {

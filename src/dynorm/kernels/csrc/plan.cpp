@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <new>
 #include <vector>
@@ -21,6 +22,7 @@ constexpr std::int64_t kMostChunks = 64;
 constexpr std::int64_t kRowsInFloat = 128, kMostSideBySide = 4;
 // Larger outputs do not fit the cache, so they need not pass through it.
 constexpr std::int64_t kStreamedBytes = std::int64_t{16} << 20;
+constexpr double kPi = 3.141592653589793;
 
 ParallelFor parallel_for_of_torch = nullptr;
 
@@ -115,22 +117,107 @@ struct Plan {
     read_all(problem.parameters[kBias], channels, -0.0, at[kAtBias]);
     const Number scale = static_cast<Number>(problem.scale);
     for (std::int64_t c = 0; c < channels; ++c) gain[c] *= scale;
-    // The wide DyISRU's slope has its constant in it.
-    for (std::int64_t c = 0; backward && c < channels; ++c) {
-      at[kAtSlopeGain][c] = function == kDyisruWide ? gain[c] : gain[c] * constant_of(c);
-    }
+    if (backward) set_slope_gain(function, at[kAtConstant], at[kAtSlopeGain]);
     for (std::int64_t c = channels; c < padded; ++c) {
       for (Number* place : at) place[c] = 1;
     }
   }
 
+  // The wide DyISRU's slope has its constant in it.
+  void set_slope_gain(int of, const Number* constant, Number* slope_gain) const {
+    const Number* gain = at[kAtGain];
+    for (std::int64_t c = 0; c < problem.channels; ++c) {
+      slope_gain[c] = of == kDyisruWide ? gain[c] : gain[c] * constant[constants_differ ? c : 0];
+    }
+  }
+
   std::int64_t constants() const { return constants_differ ? problem.channels : 1; }
   Number constant_of(std::int64_t c) const { return at[kAtConstant][constants_differ ? c : 0]; }
+  bool has_tokens() const { return problem.parameters[kToken].data != nullptr; }
   int layout() const {
     if (constants_differ) return kPerChannel;
     return problem.parameters[kCenter].data == nullptr ? kNoCenter : kOneConstant;
   }
   Row row() const { return {at[0], at[1], at[2], at[3], at[4], at[5]}; }
+};
+
+// The parameters of one token with its number T.
+template <class Number>
+class Token {
+ public:
+  explicit Token(const Plan<Number>& given) : plan(given), function(given.function) {
+    static thread_local Buffer<Number> buffer;
+    constant = buffer.of(3 * plan.padded);
+    slope_gain = constant + plan.padded;
+    cube = slope_gain + plan.padded;
+    std::fill(constant, constant + 3 * plan.padded, Number{1});
+  }
+
+  void set(std::int64_t token) {
+    const double total = number_at(plan.problem.parameters[kToken], token);
+    if (plan.problem.function == kDyisru) {
+      add(total);
+    } else {
+      divide(total);
+    }
+    if (plan.backward) plan.set_slope_gain(function, constant, slope_gain);
+  }
+
+  Row row() const {
+    Row row = plan.row();
+    row.constant = constant;
+    row.slope_gain = slope_gain;
+    return row;
+  }
+
+  // From the sums of this row to those of all rows; returns the gradient of T.
+  double add_sums(const Number* sums, double* totals) const {
+    const bool is_dyisru = plan.problem.function == kDyisru;
+    const std::int64_t padded = plan.padded;
+    const Number *gain = plan.at[kAtGain], *moment = sums + kSumMoment * padded, *slope = sums + kSumSlope * padded;
+    double gradient = 0;
+    for (std::int64_t c = 0; c < plan.problem.channels; ++c) {
+      const std::int64_t k = plan.constants_differ ? c : 0;
+      const double own = constant[k];
+      totals[kSumGrad * padded + c] += sums[kSumGrad * padded + c];
+      totals[kSumValue * padded + c] += sums[kSumValue * padded + c];
+      totals[kSumMoment * padded + c] += cube[k] * moment[c];
+      totals[kSumSlope * padded + c] += (function == kDyisruWide ? 1 : own) * slope[c];
+      totals[kSums * padded + c] += slope[c];
+      gradient += (is_dyisru ? 1 : ratio() * own * own * own) * gain[c] * moment[c];
+    }
+    return -0.5 * gradient;
+  }
+
+  int function_of_row() const { return function; }
+
+ private:
+  // 1 / (beta slope^2): the slope of erf at 0 is 2 / sqrt(pi).
+  double ratio() const { return plan.problem.function == kDerf ? 4 / kPi : 1; }
+
+  void add(double total) {
+    // An infinite constant has no slope, but its quotients would be NaN.
+    const Number largest = std::numeric_limits<Number>::max();
+    function = kDyisru;
+    for (std::int64_t c = 0; c < plan.constants(); ++c) {
+      const Number sum = static_cast<Number>(plan.at[kAtConstant][c] + total);
+      constant[c] = plan.backward && sum > largest ? largest : sum;
+      if (!is_usual(constant[c], plan.backward)) function = kDyisruWide;
+    }
+  }
+
+  void divide(double total) {
+    for (std::int64_t c = 0; c < plan.constants(); ++c) {
+      const double own = plan.at[kAtConstant][c], root = 1 / std::sqrt(1 + ratio() * own * own * total);
+      constant[c] = static_cast<Number>(own * root);
+      cube[c] = static_cast<Number>(root * root * root);
+    }
+  }
+
+  const Plan<Number>& plan;
+  int function;
+  Number *constant, *slope_gain;
+  Number* cube;  // the derivative of the token's constant by the layer's
 };
 
 const char* offset(const void* p, std::int64_t bytes) { return static_cast<const char*>(p) + bytes; }
@@ -142,27 +229,39 @@ void forward_as(const Kernels& kernels, const Problem& problem, void* y) {
   const std::int64_t channels = problem.channels, row_bytes = channels * size_of(problem.dtype);
   const bool aligned = reinterpret_cast<std::uintptr_t>(y) % 64 == 0 && row_bytes % 64 == 0;
   const bool streamed = aligned && problem.rows * row_bytes >= kStreamedBytes;
-  const Forward kernel = kernels.forward[plan.function][problem.dtype][plan.layout()];
-  parallel(problem.rows, channels, [&](std::int64_t begin, std::int64_t end) {
+  auto run = [&](int function, std::int64_t begin, std::int64_t end, const Row& row) {
+    const Forward kernel = kernels.forward[function][problem.dtype][plan.layout()];
     const std::int64_t at = begin * row_bytes;
-    kernel(offset(problem.x, at), offset(y, at), end - begin, channels, plan.row(), streamed);
+    kernel(offset(problem.x, at), offset(y, at), end - begin, channels, row, streamed);
+  };
+  parallel(problem.rows, channels, [&](std::int64_t begin, std::int64_t end) {
+    if (!plan.has_tokens()) return run(plan.function, begin, end, plan.row());
+    Token<Number> token(plan);
+    for (std::int64_t i = begin; i < end; ++i) {
+      token.set(i);
+      run(token.function_of_row(), i, i + 1, token.row());
+    }
   });
 }
 
-using Totals = std::vector<double>[kSums];
+// The sums of the kernels, and one more for tokens: g times the slope without the token's constant.
+constexpr int kTotals = kSums + 1;
+using Totals = std::vector<double>[kTotals];
 
 // The sums that gradients are made of.
 struct Wanted {
-  bool total[kSums];
+  bool total[kTotals];
 
   Wanted(const Problem& problem, const Numbers (&gradients)[kRoles]) {
+    const bool has_tokens = problem.parameters[kToken].data != nullptr;
     const bool shift = problem.function == kDerf && gradients[kShift].data != nullptr;
     total[kSumGrad] = gradients[kBias].data != nullptr;
     total[kSumValue] = gradients[kWeight].data != nullptr;
-    total[kSumMoment] = gradients[kConstant].data != nullptr;
-    total[kSumSlope] = gradients[kCenter].data != nullptr || shift;
+    total[kSumMoment] = gradients[kConstant].data != nullptr || gradients[kToken].data != nullptr;
+    total[kSumSlope] = gradients[kCenter].data != nullptr || (shift && !has_tokens);
+    total[kSums] = shift && has_tokens;
   }
-  bool any() const { return std::find(total, total + kSums, true) != total + kSums; }
+  bool any() const { return std::find(total, total + kTotals, true) != total + kTotals; }
 };
 
 // Into how many chunks rows are divided: few, because the chunks' sums are added by one thread, but at least eight
@@ -179,32 +278,53 @@ struct Backwards {
   const Plan<Number>& plan;
   const void* grad_y;
   void* grad_x;
+  const Numbers& grad_token;
   const Wanted wanted;
   const std::int64_t padded = plan.padded;
 
+  void run(int function, std::int64_t begin, std::int64_t end, const Row& row, Number* sums) const {
+    const Problem& problem = plan.problem;
+    const Backward kernel = kernels.backward[function][problem.dtype][plan.layout()];
+    const std::int64_t at = begin * problem.channels * size_of(problem.dtype);
+    kernel(offset(problem.x, at), offset(grad_y, at), offset(grad_x, at), end - begin, problem.channels, row, sums,
+           padded);
+  }
+
   // The sums of these two are added to `totals`; both are null if none is wanted.
   void rows(std::int64_t begin, std::int64_t end, Number* sums, double* totals) const {
-    const Problem& problem = plan.problem;
-    const Backward kernel = kernels.backward[plan.function][problem.dtype][plan.layout()];
     for (std::int64_t block = begin; block < end; block += kRowsInFloat) {
       if (sums != nullptr) std::fill(sums, sums + kSums * padded, Number{0});
-      const std::int64_t at = block * problem.channels * size_of(problem.dtype), count = std::min(end - block, kRowsInFloat);
-      kernel(offset(problem.x, at), offset(grad_y, at), offset(grad_x, at), count, problem.channels, plan.row(), sums,
-             padded);
+      run(plan.function, block, std::min(end, block + kRowsInFloat), plan.row(), sums);
       for (std::int64_t i = 0; sums != nullptr && i < kSums * padded; ++i) totals[i] += sums[i];
     }
   }
 
-  // Rows begin to end, whose sums go to `whole`, kSums arrays.
+  void tokens(std::int64_t begin, std::int64_t end, Number* sums, double* totals) const {
+    Token<Number> token(plan);
+    for (std::int64_t i = begin; i < end; ++i) {
+      token.set(i);
+      if (sums != nullptr) std::fill(sums, sums + kSums * padded, Number{0});
+      run(token.function_of_row(), i, i + 1, token.row(), sums);
+      if (sums == nullptr) continue;
+      const double gradient = token.add_sums(sums, totals);
+      if (grad_token.data != nullptr) put(grad_token, i, gradient);
+    }
+  }
+
+  // Rows begin to end, whose sums go to `whole`, kTotals arrays.
   void chunk(std::int64_t begin, std::int64_t end, Number* whole) const {
     static thread_local Buffer<Number> sums_buffer;
     static thread_local Buffer<double> totals_buffer;
     const bool summed = wanted.any();
     Number* sums = summed ? sums_buffer.of(kSums * padded) : nullptr;
-    double* totals = summed ? totals_buffer.of(kSums * padded) : nullptr;
-    if (summed) std::fill(totals, totals + kSums * padded, 0.0);
-    rows(begin, end, sums, totals);
-    for (int kind = 0; kind < kSums; ++kind) {
+    double* totals = summed ? totals_buffer.of(kTotals * padded) : nullptr;
+    if (summed) std::fill(totals, totals + kTotals * padded, 0.0);
+    if (plan.has_tokens()) {
+      tokens(begin, end, sums, totals);
+    } else {
+      rows(begin, end, sums, totals);
+    }
+    for (int kind = 0; kind < kTotals; ++kind) {
       const std::int64_t from = kind * padded;
       for (std::int64_t i = from; wanted.total[kind] && i < from + padded; ++i) whole[i] = static_cast<Number>(totals[i]);
     }
@@ -224,10 +344,12 @@ void derive(const Plan<Number>& plan, const Totals& totals, const Numbers (&grad
     return of_root * stored * gain[c] * totals[kSumMoment][c];
   });
   // Only Derf has a shift.
+  const std::vector<double>& of_shift = totals[plan.has_tokens() ? kSums : kSumSlope];
   put_all(gradients[kShift], channels,
-          [&](std::int64_t c) { return problem.function == kDerf ? gain[c] * totals[kSumSlope][c] : 0.0; });
+          [&](std::int64_t c) { return problem.function == kDerf ? gain[c] * of_shift[c] : 0.0; });
+  const bool constant_in_slope = plan.has_tokens() || plan.function == kDyisruWide;
   put_all(gradients[kCenter], channels, [&](std::int64_t c) {
-    return -(plan.function == kDyisruWide ? 1.0 : plan.constant_of(c)) * gain[c] * totals[kSumSlope][c];
+    return -(constant_in_slope ? 1.0 : plan.constant_of(c)) * gain[c] * totals[kSumSlope][c];
   });
   put_all(gradients[kWeight], channels, [&](std::int64_t c) { return problem.scale * totals[kSumValue][c]; });
   put_all(gradients[kBias], channels, [&](std::int64_t c) { return totals[kSumGrad][c]; });
@@ -237,8 +359,8 @@ template <class Number>
 void backward_as(const Kernels& kernels, const Problem& problem, const void* grad_y, void* grad_x,
                  const Numbers (&gradients)[kRoles]) {
   const Plan<Number> plan(problem, true);
-  const Backwards<Number> work{kernels, plan, grad_y, grad_x, Wanted(problem, gradients)};
-  const std::int64_t rows = problem.rows, channels = problem.channels, each = kSums * plan.padded;
+  const Backwards<Number> work{kernels, plan, grad_y, grad_x, gradients[kToken], Wanted(problem, gradients)};
+  const std::int64_t rows = problem.rows, channels = problem.channels, each = kTotals * plan.padded;
   const std::int64_t chunk = round_up(ceil_divide(rows, chunks_of(rows * channels)), kMostSideBySide);
   const std::int64_t chunks = rows == 0 ? 0 : ceil_divide(rows, chunk);
   // Of this thread, though others write to it: a new one would be new pages for each call.
@@ -248,7 +370,7 @@ void backward_as(const Kernels& kernels, const Problem& problem, const void* gra
     for (std::int64_t k = begin; k < end; ++k) work.chunk(k * chunk, std::min(rows, (k + 1) * chunk), whole + k * each);
   });
   Totals totals;
-  for (int kind = 0; kind < kSums; ++kind) {
+  for (int kind = 0; kind < kTotals; ++kind) {
     if (!work.wanted.total[kind]) continue;
     totals[kind].assign(channels, 0.0);
     for (std::int64_t k = 0; k < chunks; ++k) {

@@ -14,10 +14,11 @@ struct Numbers {
   bool per_channel;
 };
 
-// Order of the parameters, and of their gradients.
-enum Role { kConstant = 0, kShift, kCenter, kWeight, kBias, kRoles };
+// Order of the parameters, and of their gradients. The last has one number per token.
+enum Role { kConstant = 0, kShift, kCenter, kWeight, kBias, kToken, kRoles };
 
-// y = weight * scale * f(x - center) + bias for each row of `channels` numbers.
+// y = weight * scale * f(x - center) + bias for each row of `channels` numbers. A token's number T makes its constant
+// constant + T for DyISRU, and constant / sqrt(1 + ratio constant^2 T) for the functions of a slope.
 struct Problem {
   Function function;
   // The constant is log(beta), for DyISRU and the linear map, whose slope is then 1 / sqrt(beta).

@@ -45,11 +45,10 @@ inline bool is_dense(const DLTensor& t) {
   return true;
 }
 
-// Whether the elements of two tensors are at the same places.
-inline bool is_alike(const DLTensor& a, const DLTensor& b) {
-  if (a.ndim != b.ndim) return false;
-  for (int i = 0; i < a.ndim; ++i) {
-    if (a.shape[i] != b.shape[i] || (a.shape[i] > 1 && a.strides[i] != b.strides[i])) return false;
+// Whether element k of a is at `factor` times the place of element k of b, over b's axes.
+inline bool is_alike(const DLTensor& a, const DLTensor& b, std::int64_t factor) {
+  for (int i = 0; i < b.ndim; ++i) {
+    if (a.shape[i] != b.shape[i] || (a.shape[i] > 1 && a.strides[i] != factor * b.strides[i])) return false;
   }
   return true;
 }
@@ -79,22 +78,26 @@ class Reader {
     if (object == Py_None || !fits) return nullptr;
     Dtype dtype;
     const DLTensor t = tensor(object, dtype);
-    fits = fits && dtype == x_dtype && is_alike(t, x);
+    fits = fits && dtype == x_dtype && t.ndim == x.ndim && is_alike(t, x, 1);
     return t.data;
   }
 
-  // A parameter or its gradient; nothing for None. Weight and bias have one number per channel, the others maybe one in
-  // all.
+  // A parameter, the numbers of tokens, or their gradient; nothing for None. Weight and bias have one number per channel,
+  // the others maybe one in all.
   Numbers numbers(PyObject* object, const DLTensor& x, int role) {
     if (object == Py_None || !fits) return {};
     Numbers n{};
     const DLTensor t = tensor(object, n.dtype);
     if (!fits) return {};
     const std::int64_t channels = x.shape[x.ndim - 1];
-    if (t.ndim != 1) return fits = false, Numbers{};
-    n.data = t.data, n.per_channel = t.shape[0] > 1;
-    const bool is_one = t.shape[0] == 1 && role <= kCenter;
-    fits = is_one || (t.shape[0] == channels && (channels == 1 || t.strides[0] == 1));
+    n.data = t.data, n.per_channel = t.ndim > 0 && t.shape[0] > 1;
+    if (role == kToken) {
+      fits = t.ndim == x.ndim - 1 && is_alike(x, t, channels) && (n.dtype == kFloat32 || n.dtype == kFloat64);
+    } else {
+      if (t.ndim != 1) return fits = false, Numbers{};
+      const bool is_one = t.shape[0] == 1 && role <= kCenter;
+      fits = is_one || (t.shape[0] == channels && (channels == 1 || t.strides[0] == 1));
+    }
     return n;
   }
 
