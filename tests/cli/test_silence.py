@@ -1,4 +1,4 @@
-"""With ``--json`` no command writes to standard error, nor does any library that it uses."""
+"""With ``--json``, or away from a terminal, no command writes to standard error, nor does any library that it uses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "texts.txt").write_text("\n\n".join(TEXTS), "utf-8")
     lines = []
     for name, words in COMMANDS.items():
-        json = [] if name == "explore" else ["--json"]
+        json = ["--json"] if name in ("convert", "inspect", "fold") else []
         lines.append(" ".join([name, words, *json]))
     script = [sys.executable, "-c", SCRIPT, "\n".join(lines)]
     subprocess.run(script, cwd=folder, check=True, stdout=subprocess.DEVNULL)

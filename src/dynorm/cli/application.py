@@ -115,8 +115,8 @@ def speaker(quiet: bool) -> Callable[[str], None]:
     return say
 
 
-def progress_bar(title: str, *, quiet: bool) -> Callable[..., Any]:
-    """Return a function that shows the progress of a loop, on a terminal and unless ``quiet``."""
+def progress_bar(title: str) -> Callable[..., Any]:
+    """Return a function that shows the progress of a loop, on a terminal."""
     stderr = Console(stderr=True)
-    is_hidden = quiet or not stderr.is_terminal
+    is_hidden = not stderr.is_terminal
     return partial(track, description=title, console=stderr, transient=True, disable=is_hidden)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dynorm.cli.application import AsJson, Overwrite, app, progress_bar
+from dynorm.cli.application import Overwrite, app, progress_bar
 from dynorm.errors import require_library
 from dynorm.files import require_writable, write_bytes, write_text
 
@@ -20,7 +20,6 @@ def paper(
         int, typer.Option(min=1, help="Samples per setting of the study, with seeds 1, 2, ...")
     ] = 1000,
     overwrite: Overwrite = False,
-    as_json: AsJson = False,
 ) -> None:
     """Reproduce section 4: outliers, fits, the closed form, and a study over many samples.
 
@@ -35,15 +34,11 @@ def paper(
     pictures = [(name, format) for name in FIGURES for format in FORMATS]
     for path in (table, *(out / f"{name}.{format}" for name, format in pictures)):
         require_writable(path, overwrite=overwrite)
-    reproduction = reproduce(samples, progress_bar("study", quiet=as_json))
-    as_text = json.dumps(document(reproduction), indent=1)
-    write_text(table, as_text + "\n")
+    reproduction = reproduce(samples, progress_bar("study"))
+    write_text(table, json.dumps(document(reproduction), indent=1) + "\n")
     figures = {name: draw(name, reproduction) for name in FIGURES}
     for name, format in pictures:
         write_bytes(out / f"{name}.{format}", render(figures[name], format))
-    if as_json:
-        typer.echo(as_text)
-        return
     for part in printed(reproduction):
         typer.echo(part)
     typer.echo(f"{out} has the results as table.json, and {', '.join(FIGURES)} as PNG and SVG.")
@@ -62,7 +57,6 @@ def prove(
         ),
     ] = None,
     overwrite: Overwrite = False,
-    as_json: AsJson = False,
 ) -> None:
     """Prove the paper's theorems step by step for any number of channels; check them numerically.
 
@@ -77,15 +71,12 @@ def prove(
     if out is not None:
         require_library("latex2mathml", "the page of proofs", "paper")
         require_writable(out, overwrite=overwrite)
-    report = prove.prove(patterns, track=progress_bar("proving", quiet=as_json))
+    report = prove.prove(patterns, track=progress_bar("proving"))
     if out is not None:
         write_text(out, show.render(report))
-    if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=1, ensure_ascii=False))
-    else:
-        typer.echo(show.as_text(report))
-        if out is not None:
-            typer.echo(f"The proofs are in {out}")
+    typer.echo(show.as_text(report))
+    if out is not None:
+        typer.echo(f"The proofs are in {out}")
     raise typer.Exit(0 if report.holds else 1)
 
 
