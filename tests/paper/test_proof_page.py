@@ -47,7 +47,7 @@ def broken_statement() -> Statement:
 
 @pytest.fixture(scope="module")
 def broken() -> Report:
-    return Report((prove.check(broken_statement()),), 0, 0.1)
+    return Report((prove.check(broken_statement()),))
 
 
 def test_the_page_is_well_formed_and_needs_nothing_else(report: Report) -> None:
