@@ -4,7 +4,7 @@ import copy
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,6 +24,10 @@ from dynorm.wrappers import torch_classes
 HOOK_TABLES = tuple(
     name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_"))
 )
+
+
+# Pairs of a setter and the state for it.
+RandomStates = list[tuple[Callable[[Any], object], Any]]
 
 
 def writes_of(tensor: Tensor) -> int | None:
@@ -54,17 +58,32 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
                 module.training = True
 
 
+def random_states(on_gpu: bool) -> RandomStates:
+    """Return the random states of Python, numpy, and torch on the CPU, or also on all GPUs."""
+    states: RandomStates = [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if on_gpu:
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    return states
+
+
+def set_random_states(states: RandomStates) -> None:
+    """Put random states back."""
+    for set_state, state in states:
+        set_state(state)
+
+
 @contextmanager
-def kept_random_states(cuda: Sequence[int]) -> Iterator[None]:
-    """Put the random states of random, numpy, and torch on the CPU and GPUs back at the end."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
+def kept_random_states(on_gpu: bool) -> Iterator[None]:
+    """Put the random states back at the end."""
+    states = random_states(on_gpu)
     try:
-        with torch.random.fork_rng(devices=cuda):
-            yield
+        yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        set_random_states(states)
 
 
 @contextmanager
@@ -81,8 +100,8 @@ def undisturbed(
     between two runs inside.
 
     The fused path of ``nn.TransformerEncoder`` is disabled, because it computes norms without
-    calling them. The random states are those of the CPU and of the devices of the model and of
-    ``inputs``, nested tensors. ``evaluate`` puts the model in eval mode. ``attributes`` also puts
+    calling them. The random states are those of the CPU, and of all GPUs if the model or ``inputs``,
+    nested tensors, are on one. ``evaluate`` puts the model in eval mode. ``attributes`` also puts
     back the attributes of all modules, in case a forward sets one.
     """
     # Both the tables and the values: a model may write into a buffer, or replace it by another
@@ -101,10 +120,8 @@ def undisturbed(
             for table in (vars(module), module._parameters, module._buffers):
                 tables.append((table, dict(table)))
     is_fused = torch.backends.mha.get_fastpath_enabled()
-    cuda = set()
-    for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]:
-        if isinstance(tensor, Tensor) and tensor.is_cuda:
-            cuda.add(tensor.get_device())
+    tensors = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
+    on_gpu = any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors)
 
     @torch.no_grad()
     def put_back() -> None:
@@ -118,7 +135,7 @@ def undisturbed(
     mode = in_eval_mode(model) if evaluate else nullcontext()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        with mode, kept_random_states(sorted(cuda)), torch.no_grad():
+        with mode, kept_random_states(on_gpu), torch.no_grad():
             yield put_back
     finally:
         torch.backends.mha.set_fastpath_enabled(is_fused)
@@ -219,15 +236,11 @@ _WRAPPERS = {
     "ScriptModule": ("a ScriptModule", "pass the module that was scripted or traced"),
 }
 
-# Those that hold all of a model's tensors unsharded: it can be saved from inside of them.
-_TRANSPARENT = ("OptimizedModule", "DistributedDataParallel", "DataParallel", "DeepSpeedEngine")
 
-
-def require_plain_model(model: nn.Module, *, wrapped: bool = False) -> None:
+def require_plain_model(model: nn.Module, *, compiled: bool = False) -> None:
     """Refuse a model that is not plain modules with real tensors, as hooks and replacement need.
 
-    ``wrapped`` allows a compiled model, and a wrapper that keeps all tensors unsharded: these can
-    be read.
+    ``compiled`` allows compiled parts, whose tensors can be read.
     """
     if type(model).__name__ == "ExportedProgram":
         raise ModelError(
@@ -237,11 +250,11 @@ def require_plain_model(model: nn.Module, *, wrapped: bool = False) -> None:
     for path, module in model.named_modules():
         place = f"the part {path!r} of the model" if path else "the model"
         for name in torch_classes(module):
-            if name not in _WRAPPERS or (wrapped and name in _TRANSPARENT):
+            if name not in _WRAPPERS or (compiled and name == "OptimizedModule"):
                 continue
             state, remedy = _WRAPPERS[name]
             raise ModelError(f"{place} must be a plain module, but is {state}: {remedy}")
-        if getattr(module, "_compiled_call_impl", None) is not None and not wrapped:
+        if getattr(module, "_compiled_call_impl", None) is not None and not compiled:
             raise ModelError(
                 f"{place} must be a plain module, but is compiled: call .compile() afterwards"
             )

@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# By the name of the wrapper's class, the name of the module inside. That name is not enough: a
-# model may have a part that is called "module".
+# By the name of the wrapper's class, the name of the module inside.
 _INSIDE = {
     "ActivationWrapper": "_checkpoint_wrapped_module",
     "OptimizedModule": "_orig_mod",
@@ -15,7 +14,7 @@ _INSIDE = {
     "DataParallel": "module",
     "DeepSpeedEngine": "module",
 }
-# Names that no part of a model has.
+# Names that no part of a model has, where "module" may be one.
 _UNMISTAKABLE = {name for name in _INSIDE.values() if name.startswith("_")}
 
 
@@ -28,44 +27,17 @@ def torch_classes(module: nn.Module) -> list[str]:
     return names
 
 
-def name_inside(module: nn.Module) -> str | None:
-    """Return the name of the module that a wrapper wraps, or None for any other module."""
-    for class_name in torch_classes(module):
-        if class_name in _INSIDE:
-            name = _INSIDE[class_name]
-            if name in module._modules:
-                return name
-            return None
-    return None
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside of all wrappers, or the model itself."""
-    while (name := name_inside(model)) is not None:
-        model = model.get_submodule(name)
+    for class_name, name in _INSIDE.items():
+        if class_name in torch_classes(model) and name in model._modules:
+            return unwrapped(model.get_submodule(name))
     return model
 
 
-def has_wrappers(model: nn.Module) -> bool:
-    """Return whether a model, or a part of it, is wrapped."""
-    return any(name_inside(module) is not None for module in model.modules())
-
-
-def plain_name(model: nn.Module, name: str) -> str:
-    """Return a name of a module, parameter, buffer or entry of the state dict without wrappers.
-
-    A wrapper may have left itself out of the name already.
-    """
-    module: nn.Module | None = model
-    parts = []
-    for part in name.split("."):
-        if module is not None:
-            if part == name_inside(module):
-                module = module._modules[part]
-                continue
-            module = unwrapped(module)._modules.get(part)
-        parts.append(part)
-    return ".".join(parts)
+def plain_name(name: str) -> str:
+    """Return a name of a module, parameter, buffer or entry of a state dict without wrapped parts."""
+    return ".".join(part for part in name.split(".") if part not in _UNMISTAKABLE)
 
 
 def plain_modules(
@@ -76,22 +48,14 @@ def plain_modules(
     """Return a model's modules as ``named_modules`` does, with wrapped modules for wrappers."""
     modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=remove_duplicate):
-        if name_inside(module) is None:
-            modules[plain_name(model, path)] = module
+        # A wrapped module comes after its wrapper, and takes its place.
+        modules[plain_name(path)] = module
     return modules
 
 
-def plain_state(
-    model: nn.Module,
-    state: Mapping[str, object],
-) -> dict[str, Any]:
-    """Return a state dict under the names without wrappers."""
-    return {plain_name(model, name): value for name, value in state.items()}
-
-
-def without_wrappers(path: str) -> str:
-    """Return a path without the names that only wrappers use, when the model is not at hand."""
-    return ".".join(part for part in path.split(".") if part not in _UNMISTAKABLE)
+def plain_state(state: Mapping[str, object]) -> dict[str, Any]:
+    """Return a state dict under the names without wrapped parts."""
+    return {plain_name(name): value for name, value in state.items()}
 
 
 def gathered(value: Tensor) -> Tensor:

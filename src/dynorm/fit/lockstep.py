@@ -7,21 +7,18 @@ at a time.
 """
 
 import contextvars
-import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dynorm.arguments import upcast
 from dynorm.batches import Batch, call
 from dynorm.errors import DataError, ModelError
-from dynorm.guard import hooked, undisturbed
+from dynorm.guard import hooked, random_states, set_random_states, undisturbed
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.swap import original_forward
 
@@ -71,7 +68,7 @@ class PausedRun:
         self._has_stopped = threading.Semaphore(0)
         # Not looked for at each stop: the model may have thousands of parameters.
         self._on_gpu = any(parameter.is_cuda for parameter in model.parameters())
-        self._random_states = _random_states(self._on_gpu)
+        self._random_states = random_states(self._on_gpu)
         self._settings = _torch_settings(model)
         # The thread has the context variables of the thread that makes it.
         work = contextvars.copy_context().run
@@ -87,14 +84,14 @@ class PausedRun:
     def resume(self) -> None:
         """Run to the next call of a layer, or to the end; raise the error of the model, if there is one."""
         self.call = None
-        outside = _random_states(self._on_gpu)
-        _set_random_states(self._random_states)
+        outside = random_states(self._on_gpu)
+        set_random_states(self._random_states)
         try:
             self._go_on.release()
             self._has_stopped.acquire()
         finally:
-            self._random_states = _random_states(self._on_gpu)
-            _set_random_states(outside)
+            self._random_states = random_states(self._on_gpu)
+            set_random_states(outside)
         if self._error is not None:
             raise self._error
 
@@ -243,20 +240,3 @@ def _torch_settings(model: nn.Module) -> list[AbstractContextManager[object]]:
     enabled = torch.is_autocast_enabled(kind)
     settings.append(torch.autocast(kind, dtype, enabled, cache_enabled=False))
     return settings
-
-
-def _random_states(on_gpu: bool) -> list[tuple[Callable[[Any], object], Any]]:
-    """Return pairs of a setter and the state for it, of Python, numpy, and torch on each device."""
-    states: list[tuple[Callable[[Any], object], Any]] = [
-        (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state()),
-        (torch.set_rng_state, torch.get_rng_state()),
-    ]
-    if on_gpu:
-        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    return states
-
-
-def _set_random_states(states: list[tuple[Callable[[Any], object], Any]]) -> None:
-    for set_state, state in states:
-        set_state(state)

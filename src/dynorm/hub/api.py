@@ -68,8 +68,8 @@ def save(
         ...     sorted(path.name for path in (Path(parent) / "model").iterdir())
         ['dynorm.json', 'model.safetensors']
     """
-    require_plain_model(model, wrapped=True)
     model = unwrapped(model)
+    require_plain_model(model, compiled=True)
     contents = contents_of(model)
     warn_of_defaults(model)
     pretrained = getattr(sys.modules.get(MODELING), "PreTrainedModel", None)

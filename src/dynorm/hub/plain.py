@@ -25,7 +25,7 @@ WEIGHTS = "model.safetensors"
 
 def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> None:
     """Write a model into an empty directory; ModelError if safetensors cannot hold a tensor."""
-    tensors, aliases = _unique(plain_state(model, model.state_dict(keep_vars=True)))
+    tensors, aliases = _unique(plain_state(model.state_dict(keep_vars=True)))
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     values = {
         "format_version": contents.FORMAT_VERSION,
@@ -145,7 +145,7 @@ def _assign_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     state = dict(tensors)
     assigned = {}
     for name, old in model.state_dict(keep_vars=True).items():
-        source = state.pop(plain_name(model, name), None)
+        source = state.pop(plain_name(name), None)
         if source is None:
             continue
         is_parameter = isinstance(old, nn.Parameter)

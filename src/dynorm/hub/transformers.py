@@ -35,7 +35,7 @@ from dynorm.hub.quantizer import (
 )
 from dynorm.replace.converted import is_ours
 from dynorm.replace.edits import is_changed
-from dynorm.wrappers import has_wrappers, plain_modules, plain_state
+from dynorm.wrappers import plain_modules, plain_name, plain_state
 
 CONFIG = "config.json"
 
@@ -86,9 +86,10 @@ def _give_state_(
     if tensors is None:
         require_gathered(model)
     is_shared = any(len(spec.paths) > 1 for spec in changes.layers)
-    if not (is_shared or has_wrappers(model)):
+    is_wrapped = any(plain_name(path) != path for path, _ in model.named_modules())
+    if not (is_shared or is_wrapped):
         return
-    tensors = plain_state(model, model.state_dict() if tensors is None else tensors)
+    tensors = plain_state(model.state_dict() if tensors is None else tensors)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         # transformers ties parameters only.
         if name in tensors:

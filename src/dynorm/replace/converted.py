@@ -14,7 +14,7 @@ from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.layers.module import NoEps
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.site import NormSite
-from dynorm.wrappers import plain_modules, without_wrappers
+from dynorm.wrappers import plain_modules, plain_name
 
 # A fold leaves modules that are not point-wise layers, but the model's class does not make them.
 LAYER_NAMES: Mapping[type[nn.Module], str] = {**NAMES, RMSNorm: "rmsnorm", nn.Identity: "identity"}
@@ -85,7 +85,7 @@ def norms_of(
     """Return the module of the original at the path of each layer; ModelError if it is not a norm."""
     check_module(original, name)
     modules = plain_modules(original, remove_duplicate=False)
-    layers = {without_wrappers(path): layer for path, layer in layers.items()}
+    layers = {plain_name(path): layer for path, layer in layers.items()}
     must = f"{name} must be the model before convert_, but"
     norms: dict[PointwiseNorm, nn.Module] = {}
     for path, layer in layers.items():

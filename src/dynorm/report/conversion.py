@@ -20,7 +20,7 @@ from dynorm.report.records import SiteReport
 from dynorm.report.reports import ModelReport
 from dynorm.report.values import NormStats, reached_sites, with_sites
 from dynorm.site import NormSite
-from dynorm.wrappers import plain_modules, without_wrappers
+from dynorm.wrappers import plain_modules, plain_name
 
 
 def measure(
@@ -130,7 +130,7 @@ def _paired(
     paired = []
     left = []
     for full_path, layer in layers.items():
-        path = without_wrappers(full_path)
+        path = plain_name(full_path)
         norm = modules.get(path)
         if norm is None:
             raise ModelError(
@@ -143,7 +143,7 @@ def _paired(
             left.append(path)
         else:
             paired.append(_LayerStats(site, norm, layer, seed + 2 * site.order))
-    if all(isinstance(modules[without_wrappers(path)], PointwiseNorm) for path in layers):
+    if all(isinstance(modules[plain_name(path)], PointwiseNorm) for path in layers):
         raise ModelError(
             f"original must be the model before convert_, but its {left[0]!r} is "
             "converted already: pass a copy that was made before, or load it again"

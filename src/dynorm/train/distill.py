@@ -172,7 +172,7 @@ def distill_(
         # In inference mode nothing has a gradient.
         torch.inference_mode(False),
         torch.enable_grad(),
-        kept_random_states(range(torch.cuda.device_count())),
+        kept_random_states(torch.cuda.is_available()),
         in_eval_mode(model),
         in_eval_mode(teacher),
         tempfile.TemporaryDirectory(prefix="dynorm-") as scratch,
