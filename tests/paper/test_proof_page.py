@@ -144,7 +144,7 @@ def test_only_definitions_that_a_proof_uses_are_shown() -> None:
         definitions = {b: 3 * x_i, a: 2 * b, c: b}
         statement = Statement("new", "", "ours", "1", "", "", definitions=definitions)
         statement.steps.append(Step(a, "=", 6 * x_i, ""))
-    page = show.render(Report((prove.check(statement),), 0, 0.1))
+    page = show.render(Report((prove.check(statement),)))
     items = re.findall("<li>(<math.*?)</li>", page, flags=re.DOTALL)
     shown = ["".join(ElementTree.fromstring(item).itertext()) for item in items]
     assert shown == ["b=3xi", "a=2b"]
