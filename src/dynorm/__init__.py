@@ -130,7 +130,6 @@ _HOOKS = {
     "transformers.quantizers.auto": "dynorm.hub.api:register_quantizer",
     "transformers.modeling_utils": "dynorm.hub.api:register_with_transformers",
     "transformers.trainer_pt_utils": "dynorm.hub.decay:leave_out_of_decay",
-    "transformers.pytorch_utils": "dynorm.hub.decay:name_as_norms",
 }
 for _module, _function in _HOOKS.items():
     call_after_import(_module, _function)

@@ -95,12 +95,16 @@ def test_a_damaged_plain_folder_is_refused_and_the_model_unchanged(
     assert all(a is b for a, b in zip(model, modules, strict=True))
 
 
-def test_the_class_must_be_the_saved_one(tmp_path: Path) -> None:
+def test_the_model_must_be_as_the_saved_one_was(tmp_path: Path) -> None:
     save(converted(), tmp_path / "m")
-    with pytest.raises(ArgumentError, match="loaded into a model"):
+    with pytest.raises(ArgumentError, match=r"loaded into a model.*torch\.nn.*Sequential"):
         load(tmp_path / "m")
-    with pytest.raises(ModelError, match="class that was saved"):
+    with pytest.raises(ModelError, match="class of model that was saved"):
         load(tmp_path / "m", nn.Linear(2, 2))
+    other = nn.Sequential(*build(), nn.Linear(8, 8))
+    with pytest.raises(StorageError, match=r"(?s)Missing.*4\.weight"):
+        load(tmp_path / "m", other)
+    assert isinstance(other[1], nn.LayerNorm)
 
 
 @pytest.mark.parametrize("make", [bert, gpt2])

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm.errors import ArgumentError, ModelError
+from dynorm.errors import ArgumentError, ModelError, StorageError
+from dynorm.hub.contents import read_layers
 from dynorm.layers import Derf, DyISRU, DyT, LinearControl, PointwiseNorm
 from dynorm.replace.converted import replaced_by
 from dynorm.replace.specs import LayerSpec, apply_specs_, specs_of
@@ -514,7 +515,7 @@ def test_a_norm_that_modifies_its_input_after_a_cast() -> None:
 
 def test_specs_rebuild_the_layers_in_a_fresh_model() -> None:
     model = converted(Twins(), to="derf", per_channel=True)
-    specs = [LayerSpec.from_dict(spec.to_dict()) for spec in specs_of(model)]
+    specs = read_layers([spec.to_dict() for spec in specs_of(model)], "a file")
     assert [spec.paths for spec in specs] == [("one", "two"), ("left",), ("right",)]
     fresh = Twins().eval()
     apply_specs_(fresh, specs)
@@ -533,9 +534,13 @@ def test_specs_that_do_not_fit() -> None:
     with pytest.raises(ModelError, match="norm at '1'"):
         apply_specs_(model, specs)
     assert state(model) == before
-    with pytest.raises(ArgumentError, match=r"needs.*config"):
-        LayerSpec.from_dict({"layer": "dyt"})
-    with pytest.raises(ArgumentError, match="one of"):
-        LayerSpec.from_dict({"layer": "tanh", "paths": ["1"], "config": {}})
+    for values, match in (
+        ({"layer": "dyt", "paths": ["1"]}, "'config'"),
+        ({"layer": "tanh", "paths": ["1"], "config": {}}, "one of"),
+        ({"layer": "dyt", "paths": "1", "config": {}}, "a list of its paths"),
+        (3, "layer 0"),
+    ):
+        with pytest.raises(StorageError, match=match):
+            read_layers([values], "a file")
     with pytest.raises(ArgumentError, match=r"dyt.*cannot"):
         LayerSpec("dyt", {"size": 3}, ("1",)).build(None, None)

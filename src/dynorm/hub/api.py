@@ -108,8 +108,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
 
     Raises:
         ArgumentError: a model is needed, or one is passed although config.json names the class.
-        ModelError: the model is of another class than the saved one, or has no module at the path
-            of a layer.
+        ModelError: the model has no module at the path of a layer.
         StorageError: a file is missing, truncated or malformed, or the tensors are not those of the
             model: the message names the missing, unexpected or misshapen ones. A model that was
             passed is as it was.

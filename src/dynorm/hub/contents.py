@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 from torch import nn
 
-from dynorm.errors import ArgumentError, ModelError, StorageError, listed
+from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.family import LAYERS, NAMES
 from dynorm.plain import JsonObject
 from dynorm.replace.converted import dynorm_layers
@@ -66,15 +66,16 @@ def read_layers(values: object, where: str) -> list[LayerSpec]:
     seen: set[str] = set()
     for i, entry in enumerate(values):
         try:
-            if not isinstance(entry, Mapping) or not is_list_of_str(entry.get("paths")):
-                raise ArgumentError(f"a layer needs a list of paths, got {entry!s:.80}")
-            if not entry["paths"] or seen.intersection(entry["paths"]):
-                raise ArgumentError(f"a layer needs paths of its own, got {listed(entry['paths'])}")
-            seen.update(entry["paths"])
-            spec = LayerSpec.from_dict(entry)
+            paths = entry["paths"]
+            if not is_list_of_str(paths) or not paths or seen.intersection(paths):
+                raise ArgumentError(f"a layer needs a list of its paths, got {paths!s:.80}")
+            seen.update(paths)
+            spec = LayerSpec(entry["layer"], dict(entry["config"]), tuple(paths))
             elements = sum(p.numel() for p in spec.build("meta", None).parameters())
             if elements > _MOST_ELEMENTS:
                 raise ArgumentError(f"a layer may have {_MOST_ELEMENTS} elements, got {elements}")
+        except KeyError as error:
+            raise StorageError(f"{where}, layer {i}: it must have a {error}") from error
         # A config may hold anything, so a constructor may raise any of these.
         except (ArgumentError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise StorageError(f"{where}, layer {i}: {error}") from error

@@ -38,11 +38,3 @@ def leave_out_of_decay(utilities: ModuleType) -> None:
 
     get_parameter_names._without_dynorm = names_of  # type: ignore[attr-defined]
     utilities.get_parameter_names = get_parameter_names  # type: ignore[attr-defined]
-
-
-def name_as_norms(utilities: ModuleType) -> None:
-    """Put the layers into ``ALL_LAYERNORM_LAYERS``, the table that training scripts read."""
-    table: list[type] = utilities.ALL_LAYERNORM_LAYERS
-    for kind in _OURS:
-        if kind not in table:
-            table.append(kind)

@@ -30,7 +30,7 @@ def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> N
     values = {
         "format_version": contents.FORMAT_VERSION,
         "dynorm_version": version.__version__,
-        "model_class": f"{type(model).__module__}:{type(model).__qualname__}",
+        "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
         "aliases": aliases,
         "layers": [spec.to_dict() for spec in changes.layers],
         "biases": changes.biases,
@@ -44,7 +44,13 @@ def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
     where = str(folder / CONFIG)
     values = contents.read_json(folder / CONFIG)
     contents.require_version(values, where)
-    model, inside = _require_class(model, values.get("model_class"), folder)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            f"{folder} must be loaded into a model, because dynorm imports no code that a file "
+            f"names, but got {type(model).__name__}: build a {values.get('model_class')} as it was "
+            "before its conversion, and call dynorm.load(directory, model)"
+        )
+    inside = unwrapped(model)
     require_gathered(model)
     specs = contents.read_layers(values.get("layers"), where)
     biases = contents.read_names(values, "biases", where)
@@ -91,33 +97,6 @@ def _unique(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]
         copied = tensor.detach().to("cpu", copy=True)
         tensors[name] = copied.contiguous()
     return tensors, aliases
-
-
-def _require_class(
-    model: nn.Module | None, saved: object, folder: Path
-) -> tuple[nn.Module, nn.Module]:
-    """Return the model, and the one inside its wrappers, which must be of the saved class."""
-    if not isinstance(saved, str) or ":" not in saved:
-        raise StorageError(
-            f"the model_class in {folder / CONFIG} must be 'module:class', got {saved!r}"
-        )
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(
-            f"{folder} must be loaded into a model, because dynorm imports no code that a file "
-            f"names, but got {type(model).__name__}: build a {saved.replace(':', '.')} as it was "
-            "before its conversion, and call dynorm.load(directory, model)"
-        )
-    inside = unwrapped(model)
-    module, name = saved.split(":", 1)
-    own_module = type(inside).__module__
-    own_name = type(inside).__qualname__
-    # A class may be saved by the script that defines it and be imported from there later.
-    if name != own_name or (module != own_module and "__main__" not in (module, own_module)):
-        raise ModelError(
-            f"the model must be of the class that was saved, {saved.replace(':', '.')}, got a "
-            f"{own_module}.{own_name}"
-        )
-    return model, inside
 
 
 def _read_weights(folder: Path, aliases: object) -> dict[str, Tensor]:

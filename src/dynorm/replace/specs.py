@@ -25,18 +25,6 @@ class LayerSpec(PlainRecord):
     config: Mapping[str, Any]  # the constructor's arguments
     paths: tuple[str, ...] = ()  # every path of the layer, the main one first
 
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> "LayerSpec":
-        """Return the spec that :meth:`to_dict` wrote; ArgumentError if it is not valid."""
-        try:
-            spec = LayerSpec(values["layer"], dict(values["config"]), tuple(values["paths"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(
-                f"a layer needs the keys layer, paths and config, got {values!r}"
-            ) from error
-        spec.layer_class()
-        return spec
-
     def layer_class(self) -> type[nn.Module]:
         """Return the class of the layer."""
         for kind in (RMSNorm, nn.Identity):
