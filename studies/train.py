@@ -88,11 +88,9 @@ def build(settings: Settings, data: Data) -> nn.Module:
         for site in sites:
             model.get_submodule(site.path).set_witnesses_(arm.witnesses)
     if arm.published:
-        for site in sites:
-            layer = model.get_submodule(site.path)
-            layer.scale = 1.0
-            layer.alpha.data.fill_(0.5)
-        _scale_embedding_(model)
+        # GPT-2 adds two embeddings before its dropout of 0.
+        path = "transformer.drop" if hasattr(model, "transformer") else "model.embed_tokens"
+        dynorm.init_as_published_(model, embedding=model.get_submodule(path))
     elif not arm.annealed:
         for site in sites:
             model.get_submodule(site.path).scale = math.sqrt(size.channels)
@@ -239,17 +237,3 @@ def _replace_norms_(model: nn.Module, sites: list[Any], norm: str | None) -> Non
     for site in sites:
         if site.kind != norm:
             model.set_submodule(site.path, wanted(site.normalized_shape, eps=site.eps))
-
-
-def _scale_embedding_(model: nn.Module) -> None:
-    """Multiply the input of the first block by a learned factor, sqrt(C) at first, as DyT's authors do."""
-    # GPT-2 adds two embeddings before its dropout of 0.
-    path = "transformer.drop" if hasattr(model, "transformer") else "model.embed_tokens"
-    last = model.get_submodule(path)
-    channels = model.get_input_embeddings().weight.shape[1]
-    last.register_parameter("factor", nn.Parameter(torch.full((1,), math.sqrt(channels))))
-    last.register_forward_hook(_times_factor)
-
-
-def _times_factor(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output * module.get_parameter("factor")
