@@ -4,7 +4,8 @@
 
 ``build(norm)`` returns a fresh language model that makes each of its norms by ``norm(width)``. If ``build`` takes no
 argument, the norms of its model are found, and compared with the layers that replace them. The model maps integers
-(B, T) to logits (B, T, vocabulary). The data is a file of bytes, or a ``.bin`` file of 16-bit tokens.
+(B, T) to logits (B, T, vocabulary), as a tensor, as the first of a tuple (nanoGPT), or in ``.logits`` (transformers).
+The data is a file of bytes, or a ``.bin`` file of 16-bit tokens.
 
 Runs with the same seed begin with the same weights and see the same batches. Without options a small model learns the
 bytes of torch's Python sources, for a few steps only.
@@ -123,7 +124,7 @@ class Data:
         first, end = (self.split, len(self.content)) if held_out else (0, self.split)
         starts = torch.randint(first, end - self.length, (size, 1), generator=draw)
         pieces = self.content[starts + torch.arange(self.length + 1)].long().to(self.device)
-        return pieces[:, :-1], pieces[:, 1:]
+        return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
 
 
 def fresh(build: Build, name: str, batch: Tensor) -> nn.Module:
@@ -143,7 +144,9 @@ def fresh(build: Build, name: str, batch: Tensor) -> nn.Module:
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats."""
-    output = model(inputs)
+    # nanoGPT returns all logits only with targets.
+    takes_targets = "targets" in inspect.signature(model.forward).parameters
+    output = model(inputs, targets) if takes_targets else model(inputs)
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
     if logits.shape[:2] != inputs.shape:
         raise SystemExit(
@@ -263,7 +266,13 @@ def arguments() -> argparse.Namespace:
         "--data", type=Path, help="a file of bytes, or a .bin file of 16-bit tokens"
     )
     parser.add_argument("--out", type=Path, help="a picture to write, such as norms.png")
-    parser.add_argument("--norms", nargs="+", metavar="NORM", help=f"some of: {'; '.join(NORMS)}")
+    parser.add_argument(
+        "--norms",
+        nargs="+",
+        choices=[OWN, *NORMS],
+        metavar="NORM",
+        help=f"some of: {'; '.join(NORMS)}",
+    )
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates to try")
     parser.add_argument("--seeds", type=int, default=1, help="number of runs at each rate")
     parser.add_argument("--steps", type=int)
@@ -299,7 +308,7 @@ def main() -> None:
             results[name][lr] = runs
             print(f"{name} at {lr:g}: {shown(runs)}", flush=True)
     Console().print(table_of(results, options))
-    print("The loss is the mean cross-entropy of held-out data, in nats.")
+    print("Losses are mean cross-entropies of held-out data, in nats. Times need a quiet machine.")
     for name, runs in results.items():
         best = best_rate(runs)
         if len(runs) > 2 and best in (min(runs), max(runs)):
