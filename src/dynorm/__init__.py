@@ -16,7 +16,6 @@ from dynorm.layers import Derf, DyISRU, DyT, LinearControl, param_groups
 
 if TYPE_CHECKING:
     from dynorm import report
-    from dynorm.family import norm_layer
     from dynorm.find import find_norms
     from dynorm.fit import calibrate_, init_as_published_, init_from_batch_, refine_
     from dynorm.fold import fold_
@@ -63,7 +62,6 @@ __all__ = [
     "layers",
     "load",
     "measure",
-    "norm_layer",
     "param_groups",
     "refine_",
     "report",
@@ -93,7 +91,6 @@ _PLACES = {
     "inspect_norms": "dynorm.report",
     "load": "dynorm.hub",
     "measure": "dynorm.report",
-    "norm_layer": "dynorm.family",
     "refine_": "dynorm.fit",
     "restore_": "dynorm.replace",
     "save": "dynorm.hub",

@@ -8,7 +8,6 @@ colours of reports read this table.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from dynorm import layers
 from dynorm.errors import ArgumentError
@@ -58,42 +57,3 @@ def layer_class(name: str | type) -> type[layers.PointwiseNorm]:
     if not isinstance(name, str) or name not in LAYERS:
         raise ArgumentError(f"the layer must be one of {', '.join(LAYERS)}, got {name!r}")
     return LAYERS[name]
-
-
-def norm_layer(name: str) -> type:
-    """Return a class that other libraries call as a norm, and that makes a point-wise layer.
-
-    Args:
-        name: a name of the family, such as "dyisru", "dyt" or "derf"; with "2d" at its end the
-            channels are at dim 1.
-
-    Returns:
-        A class that is called ``(hidden_size, eps=None, affine=True, *, config=None, **options)``,
-        as timm calls its ``norm_layer``, and Megatron the norms of a layer spec. ``eps`` and
-        ``config`` have no effect, and ``options`` are those of the layer, such as ``scale=1``.
-
-    Raises:
-        ArgumentError: the name is unknown.
-
-    Example:
-        >>> norm_layer("dyt2d")(8, eps=1e-6)
-        DyT(8, alpha=0.3536, scale=2.828, dim=1)
-        >>> norm_layer("dyisru")(config=None, hidden_size=8, eps=1e-5)
-        DyISRU(8, beta=8, scale=2.828)
-    """
-    layer = layer_class(name.removesuffix("2d"))
-    dim = 1 if name.endswith("2d") else -1
-
-    class Norm:
-        def __new__(  # type: ignore[misc]
-            cls,
-            hidden_size: int,
-            eps: float | None = None,
-            affine: bool = True,
-            *,
-            config: object = None,
-            **options: Any,
-        ) -> layers.PointwiseNorm:
-            return layer(hidden_size, elementwise_affine=affine, dim=dim, **options)
-
-    return Norm

@@ -18,7 +18,7 @@ from dynorm.errors import ArgumentError
 @pytest.mark.parametrize("name", ["dyisru", "dyt", "derf"])
 def test_the_calls_of_timm_and_megatron(name: str) -> None:
     layer = {"dyisru": dynorm.DyISRU, "dyt": dynorm.DyT, "derf": dynorm.Derf}[name]
-    norm, norm2d = dynorm.norm_layer(name), dynorm.norm_layer(f"{name}2d")
+    norm, norm2d = dynorm.layers.norm_layer(name), dynorm.layers.norm_layer(f"{name}2d")
     wanted = repr(layer(8))
     for built in (norm(8), norm(8, eps=1e-6), norm(8, 1e-6), partial(norm, eps=1e-5)(8)):
         assert type(built) is layer
@@ -33,8 +33,8 @@ def test_the_calls_of_timm_and_megatron(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"one of dyisru, dyt.*got 'layernorm'"):
-        dynorm.norm_layer("layernorm2d")
+    with pytest.raises(ArgumentError, match=r"one of dyisru, dyt, derf, got 'layernorm2d'"):
+        dynorm.layers.norm_layer("layernorm2d")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def timm() -> ModuleType:
 def test_timm_builds_models_without_norms(
     timm: ModuleType, model: str, name: str, options: dict[str, Any]
 ) -> None:
-    norm_layer = dynorm.norm_layer(name)
+    norm_layer = dynorm.layers.norm_layer(name)
     built = timm.create_model(model, norm_layer=norm_layer, num_classes=4, **options)
     assert built(torch.randn(1, 3, 32, 32)).shape == (1, 4)
     kinds = {type(module) for module in built.modules()}

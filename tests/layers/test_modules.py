@@ -140,8 +140,8 @@ def test_what_print_shows() -> None:
     layer = DyISRU(4, per_channel=True)
     layer.set_slope_(torch.tensor([2.0, 0.25, 12345.0, 1.0]))
     assert repr(layer) == "DyISRU(4, beta=0.25 to 1.234e+04, scale=2, per_channel=True)"
-    derf = Derf(4, alpha_init=0.125, shift_init=-1.5, dim=1, bias=False).bfloat16()
-    assert repr(derf) == "Derf(4, alpha=0.125, shift=-1.5, scale=2, bias=False, dim=1)"
+    derf = Derf(4, alpha_init=0.125, dim=1, bias=False).bfloat16()
+    assert repr(derf) == "Derf(4, alpha=0.125, shift=0, scale=2, bias=False, dim=1)"
     meta = DyT(6, scale=2, device="meta", witnesses=(1,))
     assert repr(meta) == "DyT(6, scale=2, witnesses=[1])"
 
@@ -351,7 +351,7 @@ def test_rms_norm_with_a_bias(dim: int, dtype: torch.dtype) -> None:
     wide = x.double().movedim(dim, -1)
     y = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * layer.weight + layer.bias
     assert_close(layer(x), y.movedim(-1, dim).to(dtype))
-    again = RMSNorm(**layer.config(), promote=True)
+    again = RMSNorm(**layer.config() | {"promote": True})
     assert again(x).dtype == torch.float32
     with pytest.raises(ArgumentError, match="6 channels"):
         layer(torch.ones(2, 5))

@@ -8,6 +8,7 @@ from dynorm.layers.annealed import (
     AnnealedNorm,
 )
 from dynorm.layers.derf import Derf
+from dynorm.layers.drop_in import norm_layer
 from dynorm.layers.dyisru import DyISRU
 from dynorm.layers.dyt import DyT
 from dynorm.layers.groups import param_groups
@@ -28,5 +29,6 @@ __all__ = [
     "DyT",
     "LinearControl",
     "PointwiseNorm",
+    "norm_layer",
     "param_groups",
 ]

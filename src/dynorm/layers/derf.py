@@ -1,15 +1,12 @@
 """Derf, dynamic error function (arXiv 2512.10938)."""
 
 import math
-from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
 from dynorm import kernels, theory
-from dynorm.arguments import Shape, check_finite
 from dynorm.layers.constants import AlphaNorm
-from dynorm.layers.module import LayerArguments
 
 
 class Derf(AlphaNorm):
@@ -25,11 +22,9 @@ class Derf(AlphaNorm):
         normalized_shape: the size C of the channel axis.
         alpha_init: the first alpha, positive. By default the slope at 0 is 1, as for
             :class:`DyISRU`, and alpha 0.5 in the published form.
-        shift_init: the first shift; 0 as published.
 
     Raises:
-        ArgumentError: an argument of :class:`DyISRU`, or ``alpha_init`` or ``shift_init``, is
-            outside its domain.
+        ArgumentError: an argument of :class:`DyISRU`, or ``alpha_init``, is outside its domain.
 
     Example:
         >>> import torch
@@ -44,24 +39,12 @@ class Derf(AlphaNorm):
     kernel = kernels.FunctionCode.DERF
     constant_from = staticmethod(theory.derf_alpha)
     constants = ("alpha", "shift")
-    own_arguments = ("alpha_init", "shift_init")
     slope_ratio = math.pi / 4
     shift: nn.Parameter
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        *,
-        alpha_init: float | None = None,
-        shift_init: float = 0.0,
-        **options: Unpack[LayerArguments],
-    ) -> None:
-        self.shift_init = check_finite("shift_init", shift_init)
-        super().__init__(normalized_shape, alpha_init=alpha_init, **options)
-
     def initial_constants(self) -> dict[str, float]:
-        """Return the first ``alpha`` and ``shift``."""
-        return {**super().initial_constants(), "shift": self.shift_init}
+        """Return the first ``alpha``, and a shift of 0, as published."""
+        return {**super().initial_constants(), "shift": 0.0}
 
     def f(self, u: Tensor, alpha: Tensor) -> Tensor:
         """Return ``erf(alpha * u + shift)``."""

@@ -105,21 +105,15 @@ class RMSNorm(nn.Module):
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, except device and dtype, as values for JSON."""
-        config: dict[str, Any] = {
+        return {
             "normalized_shape": list(self.normalized_shape),
             "norm_eps": self.norm_eps,
             "elementwise_affine": self.weight is not None,
             "bias": self.bias is not None,
             "dim": self.dim,
+            "promote": self.promote,
         }
-        if self.promote:
-            config["promote"] = True
-        return config
 
     def extra_repr(self) -> str:
         """Describe the layer as ``print(model)`` shows it."""
-        parts = [str(self.normalized_shape[0]), f"norm_eps={self.norm_eps:g}"]
-        parts += [f"elementwise_affine={self.weight is not None}", f"bias={self.bias is not None}"]
-        if self.dim != -1:
-            parts.append(f"dim={self.dim}")
-        return ", ".join(parts)
+        return ", ".join(f"{name}={value}" for name, value in self.config().items())

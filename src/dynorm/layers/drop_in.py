@@ -1,0 +1,53 @@
+"""Point-wise layers under the signatures by which timm and Megatron make their norms."""
+
+from typing import Any
+
+from dynorm.errors import ArgumentError
+from dynorm.layers.derf import Derf
+from dynorm.layers.dyisru import DyISRU
+from dynorm.layers.dyt import DyT
+from dynorm.layers.pointwise import PointwiseNorm
+
+_LAYERS: dict[str, type[PointwiseNorm]] = {"dyisru": DyISRU, "dyt": DyT, "derf": Derf}
+
+
+def norm_layer(name: str) -> type:
+    """Return a class that other libraries call as a norm, and that makes a point-wise layer.
+
+    It is called ``(hidden_size, eps=None, affine=True, *, config=None, **options)``: so timm calls
+    its ``norm_layer``, and Megatron the norms of a layer spec. ``eps`` and ``config`` have no
+    effect, and ``options`` are those of the layer, such as ``scale=1``.
+
+    Args:
+        name: "dyisru", "dyt" or "derf"; "dyisru2d", "dyt2d" or "derf2d" for channels at dim 1.
+
+    Raises:
+        ArgumentError: the name is unknown.
+
+    Example:
+        >>> dynorm.layers.norm_layer("dyt2d")(8, eps=1e-6)
+        DyT(8, alpha=0.3536, scale=2.828, dim=1)
+        >>> dynorm.layers.norm_layer("dyisru")(config=None, hidden_size=8, eps=1e-5)
+        DyISRU(8, beta=8, scale=2.828)
+
+    Reference:
+        ``timm.layers.get_norm_layer``; ``megatron.core.transformer.spec_utils.build_module``.
+    """
+    layer = _LAYERS.get(name.removesuffix("2d"))
+    if layer is None:
+        raise ArgumentError(f"the name must be one of {', '.join(_LAYERS)}, got {name!r}")
+    dim = 1 if name.endswith("2d") else -1
+
+    class Norm:
+        def __new__(  # type: ignore[misc]
+            cls,
+            hidden_size: int,
+            eps: float | None = None,
+            affine: bool = True,
+            *,
+            config: object = None,
+            **options: Any,
+        ) -> PointwiseNorm:
+            return layer(hidden_size, elementwise_affine=affine, dim=dim, **options)
+
+    return Norm
