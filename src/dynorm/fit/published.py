@@ -85,9 +85,9 @@ def init_as_published_(
 
 def _alpha(layer: PointwiseNorm, path: str, attention: str | None, muon: bool) -> float:
     """Return the published alpha of a layer."""
-    if isinstance(layer, Derf):
-        return 0.3 if muon else 0.5
-    if layer.channels not in _OF_LANGUAGE_MODELS:
+    if isinstance(layer, Derf) and muon:
+        return 0.3
+    if isinstance(layer, Derf) or layer.channels not in _OF_LANGUAGE_MODELS:
         return 0.5
     if attention is None:
         raise ArgumentError(
@@ -95,7 +95,9 @@ def _alpha(layer: PointwiseNorm, path: str, attention: str | None, muon: bool) -
             "glob for the paths of the layers in front of attention"
         )
     before_attention, elsewhere = _OF_LANGUAGE_MODELS[layer.channels]
-    return before_attention if fnmatchcase(path, attention) else elsewhere
+    if fnmatchcase(path, attention):
+        return before_attention
+    return elsewhere
 
 
 def _scale_(embedding: nn.Module, layer: PointwiseNorm) -> None:

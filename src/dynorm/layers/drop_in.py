@@ -36,7 +36,9 @@ def norm_layer(name: str) -> type:
     layer = _LAYERS.get(name.removesuffix("2d"))
     if layer is None:
         raise ArgumentError(f"the name must be one of {', '.join(_LAYERS)}, got {name!r}")
-    dim = 1 if name.endswith("2d") else -1
+    dim = -1
+    if name.endswith("2d"):
+        dim = 1
 
     class Norm:
         def __new__(  # type: ignore[misc]
