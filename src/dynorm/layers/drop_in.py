@@ -33,9 +33,10 @@ def norm_layer(name: str) -> type:
     Reference:
         ``timm.layers.get_norm_layer``; ``megatron.core.transformer.spec_utils.build_module``.
     """
-    layer = _LAYERS.get(name.removesuffix("2d"))
-    if layer is None:
+    function = name.removesuffix("2d")
+    if function not in _LAYERS:
         raise ArgumentError(f"the name must be one of {', '.join(_LAYERS)}, got {name!r}")
+    layer = _LAYERS[function]
     dim = -1
     if name.endswith("2d"):
         dim = 1
