@@ -162,7 +162,7 @@ def held_out_loss(model: nn.Module, data: Data, size: int) -> float:
     model.eval()
     losses = []
     draw = torch.Generator().manual_seed(0)
-    for _ in range(4):
+    for _ in range(2):
         losses.append(float(loss_of(model, *data.batch(size, draw, held_out=True))))
     model.train()
     return fmean(losses)
@@ -281,7 +281,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     is_demonstration = options.model is None
-    options.steps = options.steps or (40 if is_demonstration else 300)
+    options.steps = options.steps or (30 if is_demonstration else 300)
     options.rates = options.rates or (
         [2e-3, 8e-3] if is_demonstration else [5e-4, 1e-3, 2e-3, 4e-3]
     )
