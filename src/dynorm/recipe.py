@@ -86,7 +86,8 @@ class Recipe(Plain):
             on one batch in eval mode: if another part of the model, such as a head that is only
             used in training, reads the same stream, pass False.
         steps: steps of distillation, which trains all weights; 0 for none.
-        lr: highest learning rate of the distillation. None means that of :func:`distill_`.
+        lr: highest learning rate of the distillation, as a share of the size of a weight, see
+            :func:`distill_`.
         seed: seed of all random choices.
         bf16: distil in bfloat16.
         checkpoints: folder for checkpoints of the distillation.
@@ -110,7 +111,7 @@ class Recipe(Plain):
     witnesses: int = 0
     fold_means: bool = True
     steps: int | None = None
-    lr: float | None = None
+    lr: float = 2.5e-3
     seed: int = 0
     bf16: bool = False
     checkpoints: str | os.PathLike[str] | None = None
@@ -193,8 +194,7 @@ class Recipe(Plain):
                 check_count(name, value, least)
         if self.seed >= 2**32:
             raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
-        if self.lr is not None:
-            check_positive("lr", self.lr)
+        check_positive("lr", self.lr)
         for name in ("bf16", "fold_means"):
             value = getattr(self, name)
             if not isinstance(value, bool):

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 import dynorm
 from dynorm.errors import ArgumentError, CalibrationWarning, DataError, ModelError, StorageError
-from dynorm.train.distill import distillation_rate, output_loss
+from dynorm.train.distill import output_loss
 from dynorm.train.trainer import rate_factor
 
 
@@ -115,8 +115,21 @@ def test_what_cannot_work_is_refused() -> None:
         dynorm.distill_(frozen, batches(), teacher=original(), steps=1)
 
 
-def test_the_rate_depends_on_the_width_and_falls_to_0() -> None:
-    assert distillation_rate(converted()) == pytest.approx(1.5e-4 * 384 / 16)
+def test_the_first_step_moves_each_weight_by_a_share_of_its_size() -> None:
+    model = converted()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+        model[0].bias.zero_()
+    before = copy.deepcopy(model)
+    lr = 1e-3
+    dynorm.distill_(model, batches(), teacher=original(), steps=1, lr=lr)
+    weight = before[0].weight.detach()
+    moved = (model[0].weight.detach() - weight).abs().max()
+    assert float(moved / weight.square().mean().sqrt()) == pytest.approx(lr, rel=1e-2)
+    assert float(model[0].bias.detach().abs().max()) == pytest.approx(0.06 * lr, rel=1e-2)
+
+
+def test_the_rate_falls_to_0() -> None:
     factors = [rate_factor(step, 100) for step in range(101)]
     assert factors[0] > 0
     assert max(factors) == factors[10] == 1

@@ -153,9 +153,10 @@ def convert(
     ] = Recipe.fold_means,
     seed: Seed = Recipe.seed,
     lr: Annotated[
-        float | None,
+        float,
         typer.Option(
-            help="Highest learning rate of the distillation. Default: from the model's width."
+            help="Highest learning rate of the distillation: by which share of its size a step moves "
+            "a weight."
         ),
     ] = Recipe.lr,
     bf16: Annotated[

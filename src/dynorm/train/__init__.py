@@ -4,7 +4,7 @@ Callbacks for the Trainer are in :mod:`dynorm.train.callbacks`, which imports tr
 """
 
 from dynorm.train.anneal import AnnealSchedule, AnnealStart, finalize_, set_anneal_
-from dynorm.train.distill import DistillationReport, distill_, distillation_rate, output_loss
+from dynorm.train.distill import DistillationReport, distill_, output_loss
 from dynorm.train.monitor import Monitor
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "DistillationReport",
     "Monitor",
     "distill_",
-    "distillation_rate",
     "finalize_",
     "output_loss",
     "set_anneal_",

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,18 +19,15 @@ from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, require
 from dynorm.guard import in_eval_mode, kept_random_states, require_values, usable_bf16
 from dynorm.layers import AnnealedNorm
 from dynorm.plain import Plain
+from dynorm.recipe import Recipe
 from dynorm.replace.converted import dynorm_layers, require_layers
 from dynorm.table import Table
 from dynorm.train.objective import Distillation, output_loss
 
-__all__ = ["DistillationReport", "distill_", "distillation_rate", "output_loss"]
+__all__ = ["DistillationReport", "distill_", "output_loss"]
 
 # The batches whose loss decides whether the training helped.
 _MEASURED = 4
-# Measured at 384 channels (docs/quality.md). A step of Adam changes the output of a matrix in
-# proportion to its width.
-_RATE = 1.5e-4
-_WIDTH = 384
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class DistillationReport(Plain):
 
     Args:
         steps: how many optimizer steps were taken, those before a checkpoint counted.
-        lr: the highest learning rate.
+        lr: the highest learning rate, as a share of the root mean square of a tensor.
         seconds: how long it took.
         loss_before: the loss of the first batches before training; it can be negative. None for an
             annealed model, because it is still a norm then.
@@ -74,7 +70,7 @@ def distill_(
     *,
     teacher: nn.Module,
     steps: int,
-    lr: float | None = None,
+    lr: float = Recipe.lr,
     seed: int = 0,
     bf16: bool = False,
     accumulate: int = 1,
@@ -102,8 +98,9 @@ def distill_(
             are repeated if there are more steps, and an iterable may shuffle at each pass.
         teacher: the original model, such as a copy from before ``convert_``. It stays as it is.
         steps: how many steps to take.
-        lr: the highest learning rate. The first twentieth of the steps, or the first ten steps,
-            warm up to it; then it falls to 0 as a cosine. None means :func:`distillation_rate`.
+        lr: the highest learning rate, as a share: a step of Adam moves each tensor by at most about
+            this share of its root mean square. The first twentieth of the steps, or the first ten
+            steps, warm up to it; then it falls to 0 as a cosine.
         seed: the seed for models and callbacks that draw random numbers. The random states of the
             caller are put back at the end.
         bf16: run both models under ``torch.autocast`` in bfloat16; the weights keep their dtype. A
@@ -150,7 +147,7 @@ def distill_(
     check_count("accumulate", accumulate)
     if check_count("seed", seed, 0) >= 2**32:
         raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {seed}")
-    rate = distillation_rate(model) if lr is None else check_positive("lr", lr)
+    check_positive("lr", lr)
     folder = None if checkpoints is None else Path(checkpoints)
     require_library("transformers", "its Trainer")
     require_library("accelerate", "the Trainer of transformers")
@@ -187,7 +184,7 @@ def distill_(
             gradient_accumulation_steps=accumulate,
             report_to=report_to or "none",
         )
-        trainer = DistillationTrainer(objective, stream, arguments, rate, callbacks)
+        trainer = DistillationTrainer(objective, stream, arguments, lr, callbacks)
         try:
             if not annealed:
                 loss_before = trainer.mean_loss(first)
@@ -210,7 +207,7 @@ def distill_(
     else:
         model.load_state_dict(before)
         warnings.warn(
-            f"{taken} steps at a rate of {rate:.2g} made the loss {loss_after:.3f}, which was "
+            f"{taken} steps at a rate of {lr:.2g} made the loss {loss_after:.3f}, which was "
             f"{loss_before:.3f}: the weights from before are put back; give more steps, or a lower "
             "rate",
             CalibrationWarning,
@@ -221,19 +218,7 @@ def distill_(
         if "loss" in entry:
             losses.append((int(entry["step"]), float(entry["loss"])))
     seconds = time.perf_counter() - started
-    return DistillationReport(taken, rate, seconds, loss_before, loss_after, kept, losses)
-
-
-def distillation_rate(model: nn.Module) -> float:
-    """Return the default learning rate of a distillation: 1.5e-4 at 384 channels, else 0.0576 / C.
-
-    Args:
-        model: a converted model; C is the median number of channels of its point-wise layers.
-
-    Raises:
-        ModelError: it has no point-wise layer.
-    """
-    return _RATE * _WIDTH / median(layer.channels for layer in require_layers(model).values())
+    return DistillationReport(taken, lr, seconds, loss_before, loss_after, kept, losses)
 
 
 def _with_first(batches: Iterable[Batch], count: int) -> tuple[list[Batch], Iterator[Batch]]:

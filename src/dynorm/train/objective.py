@@ -74,9 +74,9 @@ def output_loss(ours: Any, theirs: object, batch: Batch) -> Tensor:
     """Return the error of a model's output, a part of the loss of :func:`distill_`.
 
     Logits (B, classes) or (B, T, classes): the Kullback-Leibler divergence of the distributions, in
-    nats per row or token. A ``last_hidden_state`` (B, T, D): one minus the mean cosine of the
-    mean-pooled embeddings. Any other tensor, or the class token of images: ``|f - y|^2 / |y - mean
-    y|^2``. Padding is left out.
+    nats per row or token. A ``last_hidden_state`` (B, T, D) or the class token of images: one minus
+    the mean cosine of the embeddings, mean-pooled. Any other tensor: ``|f - y|^2 / |y - mean y|^2``.
+    Padding is left out.
 
     Args:
         ours: the model's output.
@@ -91,10 +91,10 @@ def output_loss(ours: Any, theirs: object, batch: Batch) -> Tensor:
     _, output = output_tensor(ours, batch)
     if name == "logits" and target.dim() in (2, 3) and target.shape[-1] > 1:
         return _mean_divergence(target, output, batch)
-    hidden = name == "last_hidden_state"
-    y = sample_vectors(target, batch, pooled=hidden)
-    f = sample_vectors(output, batch, pooled=hidden)
-    if hidden and target.dim() == 3:
+    is_embedding = name in ("last_hidden_state", "class_token") and target.dim() in (2, 3)
+    y = sample_vectors(target, batch, pooled=is_embedding)
+    f = sample_vectors(output, batch, pooled=is_embedding)
+    if is_embedding:
         return (1 - (y * f).sum(-1)).mean()
     return unexplained_share(f, y)
 
