@@ -91,9 +91,9 @@ RUNS = {
         Run("dyisru", 8, 0),
     ],
     "dinov2": [
-        Run("dyisru", 0, 150),
-        Run("linear", 0, 150),
-        Run("dyisru", 4, 150),
+        Run("dyisru", 0, 200),
+        Run("linear", 0, 200),
+        Run("dyisru", 4, 200),
         Run("dyisru", 16, 0),
     ],
 }
