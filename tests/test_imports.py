@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import dynorm
+from dynorm.__main__ import main
+from dynorm.after_import import call_after_import
 
 SOURCES = Path(dynorm.__file__).parent
 # Numbers and layers, no model.
@@ -274,3 +279,36 @@ print(json.dumps([loaded, "torch.distributed.tensor" in sys.modules, heavy]))
     assert not tensors
     # The help of the command loads no heavy library.
     assert heavy == []
+
+
+def test_a_call_waits_for_an_import_that_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "waited_for.py"
+    file.write_text("raise ImportError")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    listener = SimpleNamespace(seen=[])
+    monkeypatch.setitem(sys.modules, "listener", listener)
+    call_after_import("waited_for", "listener:seen.append")
+    assert importlib.util.find_spec("waited_for") is not None
+    with pytest.raises(ImportError):
+        importlib.import_module("waited_for")
+    assert listener.seen == []
+    file.write_text("value = 1  # of another size")
+    importlib.invalidate_caches()
+    module = importlib.import_module("waited_for")
+    assert importlib.reload(module).value == 1
+    assert listener.seen == [module]
+    call_after_import("waited_for", "listener:seen.append")
+    assert listener.seen == [module, module]
+    monkeypatch.delitem(sys.modules, "waited_for")
+
+
+@pytest.mark.parametrize(("command", "extra"), [("convert", "convert"), ("prove", "paper")])
+def test_a_command_without_its_libraries_names_the_extra(
+    command: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr("sys.argv", ["dynorm", command])
+    with pytest.raises(SystemExit, match=rf"typer must be installed.*dynorm\[{extra}\]"):
+        main()
