@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import dynorm
+from dynorm.errors import require_library
 
 Norm = Callable[[int], nn.Module]
 Build = Callable[..., nn.Module]
@@ -291,6 +292,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Train at every rate with every norm, and print the table."""
     options = arguments()
+    if options.out is not None:
+        require_library("matplotlib", "a picture")
     build: Build = SmallModel
     if options.model is not None:
         module, _, function = options.model.partition(":")
