@@ -149,8 +149,7 @@ def whole_way(to: str, witnesses: int, folder: Path, under: Any) -> dict[str, An
         dynorm.convert_(model, sites, to=to, witnesses=witnesses)
         found["calibrated"] = dynorm.calibrate_(model, [x, held_out]).to_dict()
         found["refined"] = dynorm.refine_(model, [x, held_out], steps=2).to_dict()
-        # More values than points of a picture: some are drawn.
-        measured = dynorm.measure(model, [held_out], original=original, seed=1)
+        measured = dynorm.measure(model, [held_out], original=original)
         found["measured"] = measured.to_dict()
         measured.to_html(folder.with_suffix(".html"))
         found["page"] = folder.with_suffix(".html").read_text()

@@ -210,7 +210,6 @@ def test_constants_of_equal_slope() -> None:
         F.dyisru(x, beta, scale=scale),
         F.dyt(x, theory.scaled_dyt_alpha(beta), scale=scale),
         F.derf(x, theory.derf_alpha(beta), scale=scale),
-        F.linear(x, theory.linear_slope(beta, scale)),
     ):
         (slope,) = torch.autograd.grad(y.sum(), x)
         # With the scale sqrt(C), that is one over the standard deviation.
@@ -223,7 +222,6 @@ def test_constants_of_tensors_and_of_floats_agree() -> None:
         lambda v: theory.closed_form_beta(v, 12),
         theory.scaled_dyt_alpha,
         theory.derf_alpha,
-        lambda v: theory.linear_slope(v, 1.5),
     )
     for function in functions:
         single = [function(float(v)) for v in values]
@@ -287,7 +285,7 @@ def test_bad_input_is_refused(name: str) -> None:
         (lambda: theory.closed_form_beta(torch.ones(2), -1), "channels.*1, got -1"),
         (lambda: theory.scaled_dyt_alpha(0.0), r"beta.*got 0\.0"),
         (lambda: theory.derf_alpha(math.nan), "beta.*got nan"),
-        (lambda: theory.linear_slope(math.inf, 1.0), "beta.*got inf"),
+        (lambda: theory.scaled_dyt_alpha(math.inf), "beta.*got inf"),
     ],
 )
 def test_error(call: Callable[[], object], message: str) -> None:

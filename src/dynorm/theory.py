@@ -25,7 +25,6 @@ from dynorm.functional import center, dyisru, dyisru_general, mean_square, rms
 __all__ = [
     "channel_beta",
     "closed_form_beta",
-    "closed_form_gain",
     "derf_alpha",
     "layer_norm_as_dyisru",
     "layer_norm_derivative",
@@ -34,14 +33,12 @@ __all__ = [
     "leave_one_out_mean",
     "leave_one_out_square_sum",
     "leave_one_out_variance",
-    "linear_slope",
     "own_betas",
     "rms_norm_as_dyisru",
     "rms_norm_by_witnesses",
     "scaled_dyt_alpha",
     "token_deviation",
     "token_moment",
-    "witness_derivative",
 ]
 
 FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
@@ -232,43 +229,6 @@ def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: int = -1) -> Tensor:
     return dyisru(z, beta, scale=scale, dim=dim, witnesses=every).to(x.dtype)
 
 
-def witness_derivative(
-    x: Tensor,
-    beta: float,
-    witnesses: Tensor,
-    gain: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-) -> Tensor:
-    r"""Return the Jacobian of DyISRU with witnesses: a diagonal, and one column per witness.
-
-    .. math:: \frac{\partial y_i}{\partial x_i} = \mathrm{scale}
-        \frac{\beta_i(x)}{(\beta_i(x) + x_i^2)^{3/2}}, \quad
-        \frac{\partial y_i}{\partial x_k} = -\mathrm{scale} \frac{g_k x_i x_k}{(\beta_i(x) +
-        x_i^2)^{3/2}}, \quad k \in K, k \neq i
-
-    Arguments are those of :func:`dynorm.functional.dyisru`, with x (..., C). The result has C once
-    more at the end; the last dimension is that of the input.
-
-    Example:
-        >>> witness_derivative(torch.tensor([1.0, 2.0]), 1.0, torch.tensor([1]))
-        tensor([[ 0.3402, -0.1361],
-                [-0.0000,  0.0894]])
-    """
-    z, _ = resolve(x, -1)
-    channels = z.shape[-1]
-    column = torch.zeros(channels, dtype=z.dtype, device=z.device)
-    column[witnesses] = 1 if gain is None else gain.to(z.dtype)
-    same = torch.eye(channels, dtype=torch.bool, device=z.device)
-    # One row per output, its own column left out.
-    gains = torch.where(same, 0, column)
-    constant = beta + (gains * (z * z)[..., None, :]).sum(-1)
-    off = -gains * z[..., :, None] * z[..., None, :]
-    root = (constant + z * z) ** -1.5
-    jacobian = torch.where(same, constant[..., None], off)
-    return (scale * root[..., None] * jacobian).to(x.dtype)
-
-
 def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
     r"""Return the beta to start from, for activations of a known size.
 
@@ -290,29 +250,6 @@ def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
             f"channels must be at least 1, got {channels}: give the number of channels"
         )
     return variance * channels
-
-
-def closed_form_gain(channels: int, count: int, share: float) -> float:
-    r"""Return the gain to start from, so that K typical witnesses carry a share p of the sum.
-
-    .. math:: g_0 = \frac{p\,C}{K}, \quad \beta_0 = (1 - p)\, C \sigma^2
-
-    The expected sum stays :math:`C \sigma^2`, as without witnesses (:func:`closed_form_beta`).
-    ``count`` is K, from 1 to C, and ``share`` is p, above 0 and below 1.
-
-    Example:
-        >>> closed_form_gain(128, 4, share=0.5)
-        16.0
-    """
-    if not 1 <= count <= channels:
-        raise ArgumentError(
-            f"count must be from 1 to the {channels} channels, got {count}: name fewer witnesses"
-        )
-    if not 0 < share < 1:
-        raise ArgumentError(
-            f"share must be above 0 and below 1, got {share}: give the part of the sum, as 0.5"
-        )
-    return share * channels / count
 
 
 def scaled_dyt_alpha(beta: FloatOrTensor) -> FloatOrTensor:
@@ -337,18 +274,6 @@ def derf_alpha(beta: FloatOrTensor) -> FloatOrTensor:
         0.221557
     """
     return _over_root(math.sqrt(math.pi) / 2, beta)
-
-
-def linear_slope(beta: FloatOrTensor, scale: float) -> FloatOrTensor:
-    r"""Return the slope of the linear control: that of a DyISRU of this ``scale`` at 0 (eq. 15).
-
-    .. math:: \mathrm{slope} = \frac{\mathrm{scale}}{\sqrt\beta}
-
-    Example:
-        >>> linear_slope(16.0, scale=8.0)
-        2.0
-    """
-    return _over_root(scale, beta)
 
 
 class _Rest(NamedTuple):

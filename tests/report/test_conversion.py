@@ -84,16 +84,11 @@ class TestSites:
         again = measure(model, changed, original=original)
         for old, new in zip(report.sites, again.sites, strict=True):
             assert new.error_now == pytest.approx(old.error_now)
-            assert new.sigma_spread == pytest.approx(old.sigma_spread)
         assert again.output.cosine_mean == pytest.approx(report.output.cosine_mean)
 
-    def test_the_same_seed_gives_the_same_report(self, case: Any) -> None:
+    def test_the_same_batches_give_the_same_report(self, case: Any) -> None:
         original, model, report = case
-        batches = text_batches(4, seed=2)
-        assert measure(model, batches, original=original) == report
-        other = measure(model, iter(batches), original=original, seed=1)
-        assert other.sites[0].picture != report.sites[0].picture
-        assert other.output == report.output
+        assert measure(model, iter(text_batches(4, seed=2)), original=original) == report
 
     def test_given_sites_are_not_searched_again(
         self, case: Any, monkeypatch: pytest.MonkeyPatch
@@ -282,12 +277,11 @@ def test_a_batch_without_samples_changes_nothing() -> None:
 
 
 class TestForms:
-    def test_a_report_is_plain_json_without_points(self) -> None:
+    def test_a_report_is_plain_json(self) -> None:
         report = toy_report(meta={"loss": math.nan, "seeds": (1, 2)})
         values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
         assert values["meta"] == {"loss": None, "seeds": [1, 2]}
-        assert "picture" not in values["sites"][0]
-        assert values["sites"][0]["core"]["errors"] == report.sites[0].core.errors
+        assert values["sites"][0]["error_now"] == report.sites[0].error_now
         assert values["output"]["error"] == report.output.error
 
     def test_a_language_models_losses_are_printed(self) -> None:

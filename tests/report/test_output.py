@@ -82,7 +82,7 @@ def test_a_language_model_is_compared_by_its_next_tokens(left: bool) -> None:
     assert out.agreement == pytest.approx(float(torch.cat(same).double().mean()))
 
 
-def test_a_masked_language_model_is_no_language_model() -> None:
+def test_a_model_that_does_not_generate_is_no_language_model() -> None:
     original = bert("BertForMaskedLM").eval()
     out = compare(moved(original), original, text_batches(2))
     assert (out.kind, out.samples, out.loss_now) == ("tensor", 10, None)

@@ -85,7 +85,6 @@ def convert_in_stages_(
             data.held_out,
             original=original,
             sites=sites_of_original,
-            seed=recipe.seed,
             meta=meta | {"recipe": recipe.to_dict()},
         )
     course.seconds["measure"] = round(time.perf_counter() - begun, 2)

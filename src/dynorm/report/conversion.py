@@ -18,7 +18,7 @@ from dynorm.replace.converted import require_layers, warn_of_defaults
 from dynorm.report.output import OutputComparison, OutputReport, both_outputs
 from dynorm.report.records import SiteReport
 from dynorm.report.reports import ModelReport
-from dynorm.report.values import NormStats, reached_sites, with_sites
+from dynorm.report.values import SiteStats, reached_sites, with_sites
 from dynorm.site import NormSite
 from dynorm.wrappers import plain_modules, plain_name
 
@@ -30,13 +30,12 @@ def measure(
     original: nn.Module,
     sites: Sequence[NormSite] | None = None,
     output: Callable[[Any], Tensor] | None = None,
-    seed: int = 0,
     meta: Mapping[str, object] | None = None,
 ) -> ModelReport:
     """Measure the loss of a converted model, on batches that its constants were not fitted on.
 
     Each batch is run once through the original and once through the converted model. Memory is that
-    of one batch and a fixed sample per site; for an encoder the sentence embeddings are kept.
+    of one batch; for an encoder the sentence embeddings are kept.
     Padding is left out as in :func:`calibrate_`. The models are run in eval mode, without gradient;
     they, their buffers and random states are afterwards as they were. The report covers this
     process only.
@@ -53,9 +52,8 @@ def measure(
             tensor. A ``last_hidden_state`` (B, T, D), or any tensor of that shape if the batch has
             a mask, is compared as sentence embeddings; if the batch has ``pixel_values``, by its
             class token, pooled or first. Logits of each of ``input_ids`` are compared as a language
-            model's if no token changes the logits before it. Everything else is compared as one
-            vector per sample.
-        seed: seed of the samples of values.
+            model's if the original generates (``can_generate()`` of transformers). Everything else
+            is compared as one vector per sample.
         meta: facts to show with the figures, such as recipe and seeds.
 
     Returns:
@@ -88,7 +86,7 @@ def measure(
     facts = dict(meta or {})
     if default:
         facts["default_constants"] = len(default)
-    paired, left = _paired(layers, original, sites, seed)
+    paired, left = _paired(layers, original, sites)
     comparison = OutputComparison(original, output)
     with undisturbed(nn.ModuleList([model, original]), evaluate=True):
         for batch in remaining:
@@ -122,7 +120,6 @@ def _paired(
     layers: Mapping[str, PointwiseNorm],
     original: nn.Module,
     sites: Sequence[NormSite],
-    seed: int,
 ) -> tuple[list["_LayerStats"], list[str]]:
     """Return the statistics of each layer with its norm, and the paths of the other layers."""
     modules = plain_modules(original, remove_duplicate=False)
@@ -142,7 +139,7 @@ def _paired(
         if site is None or site.refused is not None or is_folded:
             left.append(path)
         else:
-            paired.append(_LayerStats(site, norm, layer, seed + 2 * site.order))
+            paired.append(_LayerStats(site, norm, layer))
     if all(isinstance(modules[plain_name(path)], PointwiseNorm) for path in layers):
         raise ModelError(
             f"original must be the model before convert_, but its {left[0]!r} is "
@@ -163,7 +160,8 @@ def _watched(paired: Sequence["_LayerStats"], batch: Batch) -> Iterator[None]:
         norm: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor], y: Tensor
     ) -> None:
         stats = by_norm[norm]
-        stats.see(next(iter([*args, *kwargs.values()])), batch)
+        x = next(iter([*args, *kwargs.values()]))
+        stats.tokens += len(stats.tokens_of(x, batch))
         # A copy, because the model may later write into its own tensor.
         pending[stats.layer].append(stats.tokens_of(y, batch).clone())
 
@@ -190,11 +188,11 @@ def _kept(model: nn.Module, sites: Sequence[NormSite]) -> list[str]:
     return kept
 
 
-class _LayerStats(NormStats):
-    """The statistics of a norm, and the error of the layer that replaced it."""
+class _LayerStats(SiteStats):
+    """A norm, and the error of the layer that replaced it."""
 
-    def __init__(self, site: NormSite, norm: nn.Module, layer: PointwiseNorm, seed: int) -> None:
-        super().__init__(site, seed)
+    def __init__(self, site: NormSite, norm: nn.Module, layer: PointwiseNorm) -> None:
+        super().__init__(site)
         self.norm = norm
         self.layer = layer
         self._compared = 0
@@ -215,7 +213,10 @@ class _LayerStats(NormStats):
         """Return the row."""
         layer = self.layer
         return SiteReport(
-            **self.figures(),
+            path=self.site.path,
+            kind=self.site.kind,
+            channels=self.channels,
+            tokens=self.tokens,
             layer=NAMES.get(type(layer), type(layer).__name__),
             error_now=self._error(),
             beta=float(layer.beta().detach().median()),

@@ -10,7 +10,7 @@ from dynorm.files import write_text
 from dynorm.plain import JsonObject, NotTheModel, plain
 from dynorm.report import words
 from dynorm.report.output import OutputReport
-from dynorm.report.records import InspectedSite, MeasuredSite, SiteReport
+from dynorm.report.records import InspectedSite, SiteReport
 from dynorm.report.rendering import rendered
 from dynorm.report.words import count_of, digits
 from dynorm.table import Table, wrapped
@@ -26,7 +26,7 @@ class Report(NotTheModel):
 
     _template: ClassVar[str]
     model: str
-    sites: Sequence[MeasuredSite]
+    sites: Sequence[SiteReport] | Sequence[InspectedSite]
     batches: int
     unreached: list[str] = field(default_factory=list)
     meta: JsonObject = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Report(NotTheModel):
         """Return the report as plain values for JSON, without the sampled points; None for NaN."""
         values: JsonObject = plain(asdict(self))
         for site in values["sites"]:
-            del site["picture"]
+            site.pop("picture", None)
         return values
 
     def title(self) -> str:
@@ -154,16 +154,7 @@ class ModelReport(Report):
 
     def table(self) -> Table:
         """Return the report as a table, one row per site."""
-        columns = [
-            "site",
-            "norm",
-            "layer",
-            "layer error",
-            "β",
-            "named channels",
-            "outlier",
-            "σ spread",
-        ]
+        columns = ["site", "norm", "layer", "layer error", "β", "named channels"]
         rows = []
         for site in self.sites:
             rows.append(
@@ -174,8 +165,6 @@ class ModelReport(Report):
                     digits(site.error_now),
                     site.beta,
                     " ".join(map(str, site.witnesses)) or "–",
-                    f"{site.outlier:,.1f}",
-                    f"{site.sigma_spread:.2f}",
                 ]
             )
         notes = [f"{path}: not reached" for path in self.unreached]
@@ -185,7 +174,7 @@ class ModelReport(Report):
             "layer error: distance of the layer's outputs from the norm's over their spread; 1 is as "
             "bad as a constant"
         )
-        return Table(columns, rows, [*notes, meaning, _OUTLIER, _SPREAD])
+        return Table(columns, rows, [*notes, meaning])
 
     def advice(self) -> list[str]:
         """Return the recommendation: which norms to keep, if some stand out."""

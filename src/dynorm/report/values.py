@@ -107,13 +107,26 @@ class Reservoir:
         return float(10 ** grid[best]), float(errors[best])
 
 
-class NormStats:
-    """The sample and the running sums of one norm's inputs in the original model."""
+class SiteStats:
+    """A norm of the original model, and how many tokens it saw."""
 
-    def __init__(self, site: NormSite, seed: int) -> None:
+    def __init__(self, site: NormSite) -> None:
         self.site = site
         self.channels = math.prod(site.normalized_shape)
         self.tokens = 0
+
+    def tokens_of(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return the tokens of x, (tokens, C), without padding; DataError if one is not finite."""
+        tokens = site_tokens(self.site, x, token_masks(batch))
+        require_finite(self.site.path, tokens)
+        return tokens
+
+
+class NormStats(SiteStats):
+    """The sample and the running sums of one norm's inputs."""
+
+    def __init__(self, site: NormSite, seed: int) -> None:
+        super().__init__(site)
         self._values = Reservoir(_KEPT, seed)
         # The largest value of each token.
         self._outliers = Reservoir(_KEPT, seed + 1)
@@ -143,19 +156,13 @@ class NormStats:
         self._log_sigma_square += float(log_sigma.square().sum())
         self.tokens += len(x)
 
-    def tokens_of(self, x: Tensor, batch: Batch) -> Tensor:
-        """Return the tokens of x, (tokens, C), without padding; DataError if one is not finite."""
-        tokens = site_tokens(self.site, x, token_masks(batch))
-        require_finite(self.site.path, tokens)
-        return tokens
-
     @property
     def typical_sigma(self) -> float:
         """The geometric mean of the tokens' sigma."""
         return math.exp(self._log_sigma / self.tokens)
 
     def figures(self) -> dict[str, Any]:
-        """Return the fields of :class:`dynorm.report.records.MeasuredSite`."""
+        """Return those fields of :class:`dynorm.report.InspectedSite` that describe single values."""
         is_centred = self.site.kind == "layernorm"
         center = float(self._values.pairs[0].mean()) if is_centred else 0.0
         scale = math.sqrt(max(self.channels - is_centred, 1))
@@ -177,7 +184,7 @@ class NormStats:
         }
 
 
-Stats = TypeVar("Stats", bound=NormStats)
+Stats = TypeVar("Stats", bound=SiteStats)
 
 
 def reached_sites(sites: Iterable[Stats], what: str) -> list[Stats]:
