@@ -481,8 +481,6 @@ def test_the_report() -> None:
     assert str(report).splitlines()[2].split() == ["site", "tokens", "beta", "error"]
     paths = ["0.norm1", "0.norm2", "1"]
     assert [line.split()[0] for line in str(report).splitlines()[3:6]] == paths
-    assert report.few == paths
-    assert f"few tokens, so that errors on others will be larger: {', '.join(paths)}" in str(report)
     assert report.to_dict()["sites"][0]["path"] == "0.norm1"
     assert report.sites[0].beta == pytest.approx(model[0].norm1.beta().item())
 

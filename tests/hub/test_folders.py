@@ -147,6 +147,15 @@ def test_other_heads_and_mixed_dtypes(tmp_path: Path) -> None:
     torch.testing.assert_close(first(base), first(model))
 
 
+def test_a_layer_at_two_paths_is_refused(tmp_path: Path) -> None:
+    model = bert()
+    first_block, second_block = model.encoder.layer
+    second_block.output.LayerNorm = first_block.output.LayerNorm
+    with pytest.raises(ModelError, match=r"one path.*layer\.0.*layer\.1"):
+        save(model, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
 def test_norms_in_the_place_of_layers_are_refused(tmp_path: Path) -> None:
     model = bert()
     save(model, tmp_path / "m")

@@ -82,7 +82,7 @@ def test_it_loads_nothing_and_escapes_names(
     assert all(link.startswith(own) for link in links)
     (data,) = [link for link in links if link.startswith("data:application")]
     assert json.loads(unquote(data.removeprefix("data:application/json,"))) == report.to_dict()
-    for name in ('<img src=x onerror="alert(1)">&', "<script>alert(1)</script>: 2 norms", "a&b"):
+    for name in ('<img src=x onerror="alert(1)">&', "<script>alert(1)</script>: ", "a&b"):
         assert any(name in piece for piece in page.texts)
 
 

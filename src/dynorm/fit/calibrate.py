@@ -34,10 +34,6 @@ _RUNS_AT_ONCE = 64
 # of .76 and .87; one of images with norms before them .83 and .86, and with 8 witnesses .93 and
 # .91; a decoder with 8 witnesses a divergence of .41 and .30.
 _LEAN = 0.7
-# With fewer tokens the reported error is too small: the error on other tokens is some tenths larger
-# (measured with a LayerNorm and an RMSNorm of 64 channels).
-FEW_TOKENS = 64
-FEW_WITH_WITNESSES = 256
 
 
 @dataclass(frozen=True)
@@ -50,12 +46,6 @@ class SiteCalibration:
     error: float  # root of the residual over the spread of the target, in the calibration data
     # How well a token's size follows from its witnesses; None for a layer that may not have any.
     witnesses: Witnesses | None = None
-
-    @property
-    def is_few(self) -> bool:
-        """Return whether it saw so few tokens that its error on other tokens will be larger."""
-        least = FEW_TOKENS if self.witnesses is None else FEW_WITH_WITNESSES
-        return self.tokens < least
 
 
 @dataclass(frozen=True)
@@ -73,14 +63,6 @@ class CalibrationReport(Plain):
     batches: int
     unreached: list[str]
 
-    @property
-    def few(self) -> list[str]:
-        """Return the paths of the sites that saw fewer than 64 tokens, or 256 with witnesses.
-
-        Their errors on other tokens will be larger than those reported.
-        """
-        return [site.path for site in self.sites if site.is_few]
-
     def __str__(self) -> str:
         """Return the report as a table."""
         columns = ["site", "tokens", "beta", "error"]
@@ -97,10 +79,6 @@ class CalibrationReport(Plain):
                 row += ["none", "0%"]
             rows.append(row)
         notes = [f"{path}: not reached, or by constant inputs only" for path in self.unreached]
-        if self.few:
-            notes.append(
-                f"few tokens, so that errors on others will be larger: {', '.join(self.few)}"
-            )
         sites = "site" if len(self.sites) == 1 else "sites"
         batches = "batch" if self.batches == 1 else "batches"
         title = f"{len(self.sites)} {sites} calibrated on {self.batches} {batches}"

@@ -19,7 +19,7 @@ from dynorm.hub import contents
 from dynorm.plain import JsonObject
 from dynorm.replace.converted import dynorm_layers
 from dynorm.replace.edits import give_bias_
-from dynorm.replace.specs import LayerSpec, apply_specs_
+from dynorm.replace.specs import apply_specs_
 from dynorm.wrappers import plain_modules
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
                     tensor.data = tensor.data.to(_dtype(dtype))
         _stand_in_(model)
         names = model.state_dict().keys()
-        tied = model.all_tied_weights_keys | aliases_of(model, specs)
+        tied = model.all_tied_weights_keys
         model.all_tied_weights_keys = {a: b for a, b in tied.items() if {a, b} <= names}
         return model
 
@@ -219,18 +219,6 @@ def place_in(model: "PreTrainedModel", saved_base: str) -> Callable[[str], str |
         return None
 
     return place
-
-
-def aliases_of(model: nn.Module, specs: list[LayerSpec]) -> dict[str, str]:
-    """Map all but the first name of each parameter of layers with several paths to the first."""
-    modules = plain_modules(model, remove_duplicate=False)
-    aliases = {}
-    for spec in specs:
-        first = spec.paths[0]
-        for name, _ in modules[first].named_parameters():
-            for path in spec.paths[1:]:
-                aliases[f"{path}.{name}"] = f"{first}.{name}"
-    return aliases
 
 
 def _stand_in_(model: nn.Module) -> None:

@@ -6,7 +6,6 @@ cast, trained and saved like any other.
 """
 
 import inspect
-import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -30,7 +29,6 @@ from dynorm.hub.quantizer import (
     METHOD,
     DynormConfig,
     added_keys,
-    aliases_of,
     base_prefix,
 )
 from dynorm.replace.converted import is_ours
@@ -71,30 +69,20 @@ def _describing(save_pretrained: Any) -> Any:
         bound = inspect.signature(save_pretrained).bind(self, *args, **kwargs)
         with described(self, changes):
             if changes is not None:
-                _give_state_(self, changes, bound.arguments)
+                _give_state_(self, bound.arguments)
             return save_pretrained(*bound.args, **bound.kwargs)
 
     describing_save_pretrained._without_dynorm = save_pretrained  # type: ignore[attr-defined]
     return describing_save_pretrained
 
 
-def _give_state_(
-    model: PreTrainedModel, changes: contents.Contents, arguments: dict[str, Any]
-) -> None:
-    """Let ``save_pretrained`` write the state of a model without wrappers or shared buffers."""
+def _give_state_(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Let ``save_pretrained`` write the state of a model without wrappers."""
     tensors = arguments.get("state_dict")
     if tensors is None:
         require_gathered(model)
-    is_shared = any(len(spec.paths) > 1 for spec in changes.layers)
-    is_wrapped = any(plain_name(path) != path for path, _ in model.named_modules())
-    if not (is_shared or is_wrapped):
-        return
-    tensors = plain_state(model.state_dict() if tensors is None else tensors)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        # transformers ties parameters only.
-        if name in tensors:
-            tensors[name] = buffer.clone()
-    arguments["state_dict"] = tensors
+    if any(plain_name(path) != path for path, _ in model.named_modules()):
+        arguments["state_dict"] = plain_state(model.state_dict() if tensors is None else tensors)
 
 
 def _checked(from_pretrained: Any) -> Any:
@@ -184,24 +172,13 @@ def described(model: PreTrainedModel, changes: contents.Contents | None) -> Iter
     with ExitStack() as stack:
         for name in ("quantization_config", "to_json_file"):
             stack.enter_context(put_back(model.config, name))
-        stack.enter_context(put_back(model, "_tied_weights_keys"))
         if method == METHOD:
             del model.config.quantization_config
         if changes is not None:
             # A dict, because transformers cannot load with a config that holds the object.
             model.config.quantization_config = config_of(model, changes).to_dict()
             vars(model.config)["to_json_file"] = partial(_write_with_keys, model.config)
-            tie_aliases_(model, changes)
         yield
-
-
-def tie_aliases_(model: PreTrainedModel, changes: contents.Contents) -> None:
-    """Declare the parameters of layers with several paths as tied: otherwise they are not saved."""
-    tied = {}
-    for alias, name in aliases_of(model, changes.layers).items():
-        tied[f"^{re.escape(alias)}$"] = name
-    if tied:
-        model._tied_weights_keys = dict(model._tied_weights_keys or {}) | tied
 
 
 def _write_with_keys(config: Any, path: str, **options: object) -> None:
@@ -269,7 +246,14 @@ def read_transformers(folder: Path) -> nn.Module:
 
 
 def config_of(model: PreTrainedModel, changes: contents.Contents) -> DynormConfig:
-    """Return the description of a model's layers."""
+    """Return the description of a model's layers, of which each must have one path."""
+    for spec in changes.layers:
+        # An identity has nothing that two paths could share.
+        if spec.config and len(spec.paths) > 1:
+            raise ModelError(
+                "to be saved as a transformers model, a layer must have one path, but one has "
+                f"{listed(spec.paths)}: give each a copy of the norm before the conversion"
+            )
     dtypes: dict[str, str] = {}
     for path, module in plain_modules(model, remove_duplicate=False).items():
         for name, dtype in _other_dtypes(module, model.dtype).items():

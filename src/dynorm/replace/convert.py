@@ -231,18 +231,14 @@ def _norm_at(modules: Mapping[str, nn.Module], site: NormSite) -> nn.Module:
             "it first"
         )
     module = modules.get(site.path)
-    if module is None:
-        raise ModelError(
-            f"the sites must be this model's, but it has no {site.path!r}: call find_norms again"
-        )
     if isinstance(module, PointwiseNorm):
         raise ModelError(
             f"{site.path!r} must be a norm, but is converted already: {_undo([module])}"
         )
-    if type(module).__qualname__ != site.class_name:
+    if module is None or type(module).__qualname__ != site.class_name:
         raise ModelError(
-            f"the sites must be this model's, but {site.path!r} is a {type(module).__qualname__} "
-            f"and not a {site.class_name}: call find_norms again"
+            f"the sites must be this model's, but it has no {site.class_name} at {site.path!r}: call "
+            "find_norms again"
         )
     if hasattr(module, "_hf_hook"):
         raise ModelError(
