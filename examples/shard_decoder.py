@@ -112,14 +112,14 @@ def convert_small_model() -> None:
     )
     original = LlamaForCausalLM(config).eval()
     batches = []
-    for _ in range(16):
+    for _ in range(8):
         ids = torch.randint(0, 64, (4, 16))
         batches.append({"input_ids": ids})
 
     def load() -> nn.Module:
         return copy.deepcopy(original)
 
-    model = convert(load, batches, steps=30, witnesses=2, lr=3e-4)
+    model = convert(load, batches, steps=20, witnesses=2, lr=3e-4)
     if model is None:
         return
     divergence = dynorm.measure(model, batches, original=original).output.kl

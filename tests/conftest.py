@@ -12,20 +12,27 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # And it would start processes that import torch, which compile nothing for a CPU.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# Its own check of random generators, once it is imported, sees no object that is frozen below.
-import hypothesis  # noqa: F401
 import pytest
-import torch
-import torch._inductor.config
+
+from tests import fresh
 
 # pytest listens to each logger that does not propagate, and torch then writes down each graph that
 # it traces.
 logging.getLogger("torch.__trace").propagate = True
 
+# The process that starts xdist's workers runs no test, and they wait for it: fixtures import torch.
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.add_cleanup(fresh.start())
+
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen() -> None:
     """Exclude imported objects from garbage collection: they stay, and looking at them takes long."""
+    # Its own check of random generators, once it is imported, sees no object that is frozen here.
+    import hypothesis  # noqa: F401
+
     gc.collect()
     gc.freeze()
 
@@ -36,17 +43,23 @@ def headers() -> None:
     if shutil.which("openssl") is None:
         # For the processes that tests start; AOTInductor has no such variable.
         os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
+        import torch._inductor.config
+
         torch._inductor.config.cpp_cache_precompile_headers = False
         torch._inductor.config.aot_inductor.precompile_headers = False
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

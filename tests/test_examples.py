@@ -16,11 +16,42 @@ import torch
 import transformers  # noqa: F401
 
 import dynorm
+from tests.fresh import Script
 
 FOLDER = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
 # Packages that only one example needs: without them its test is skipped, and says so.
 NEEDS = {"logit_attribution.py": "transformer_lens"}
+# These start processes that import torch again. Here they are forks of one that has imported it.
+FORKS = {
+    "tensor_parallel.py": """
+from functools import partial
+import torch
+torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="fork")
+""",
+    "shard_decoder.py": """
+import os, runpy, socket, subprocess, sys
+
+def run(command, check, env):
+    *options, script = command[1:]
+    assert options == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2")
+    for rank in range(2):
+        if not os.fork():
+            os.environ["RANK"] = str(rank)
+            runpy.run_path(script, run_name="__main__")
+            sys.stdout.flush()
+            os._exit(0)
+    for rank in range(2):
+        assert os.wait()[1] == 0
+
+subprocess.run = run
+""",
+}
+RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 
 
 @pytest.fixture
@@ -48,7 +79,12 @@ def test_the_example_runs(
 ) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    runpy.run_path(str(FOLDER / name), run_name="__main__")
+    if name in FORKS:
+        script = Script(FORKS[name] + RUN, FOLDER / name, folder=tmp_path)
+        print(script.result())
+        print(script.complaints(), file=sys.stderr)
+    else:
+        runpy.run_path(str(FOLDER / name), run_name="__main__")
     said = capfd.readouterr()
     assert said.out.strip()
     # Other libraries may warn; warnings about us or the script have one of these

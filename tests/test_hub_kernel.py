@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import dynorm
-from tests.hub.folders import fresh
+from tests.fresh import run
 
 SCRIPT = """
-import importlib.util, json, os, sys
+import importlib.util, json, os, sys, warnings
+warnings.simplefilter("error")
 sys.modules["dynorm"] = None
 import torch
 folder, interpreted = sys.argv[1:]
@@ -63,9 +64,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_layers_compute_the_same_without_dynorm(repository: Path) -> None:
     interpreted = "0" if importlib.util.find_spec("triton") is None else "1"
-    run = fresh(SCRIPT, repository / "torch-ext" / "dynorm_kernels", interpreted, check=False)
-    assert run.returncode == 0, run.stderr
-    results = json.loads(run.stdout)
+    layers = repository / "torch-ext" / "dynorm_kernels"
+    results = json.loads(run(SCRIPT, layers, interpreted, imported="torch"))
     torch.manual_seed(0)
     x = 3 * torch.randn(4, 32)
     kinds = (dynorm.DyISRU, dynorm.DyT, dynorm.Derf, dynorm.LinearControl)

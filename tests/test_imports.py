@@ -6,7 +6,6 @@ import ast
 import importlib
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import pytest
 import dynorm
 from dynorm.__main__ import main
 from dynorm.after_import import call_after_import
+from tests.fresh import run
 
 SOURCES = Path(dynorm.__file__).parent
 # Numbers and layers, no model.
@@ -251,14 +251,14 @@ def test_importing_dynorm_loads_no_optional_library() -> None:
 import json, sys, torch
 before = set(sys.modules)
 import dynorm
+from tests.fresh import run
 loaded = sorted(set(sys.modules) - before)
 dynorm.measure, dynorm.load, dynorm.convert_model
 import dynorm.cli, dynorm.paper
 heavy = [name for name in ("matplotlib", "scipy", "sympy", "transformers") if name in sys.modules]
 print(json.dumps([loaded, "torch.distributed.tensor" in sys.modules, heavy]))
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    loaded, tensors, heavy = json.loads(run.stdout)
+    loaded, tensors, heavy = json.loads(run(script, imported="torch"))
     assert not {name.split(".")[0] for name in loaded} & set(OPTIONAL)
     # Only the mathematics and the layers: a verb is imported at its first use.
     rooms = {name.split(".")[1] for name in loaded if name.startswith("dynorm.")}

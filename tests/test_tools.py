@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnx
 import torch
-from onnx import helper, numpy_helper
 from PIL import Image
 
 from tools import demo_figures
-from tools.dinov2 import weights
 from tools.pictures import SHORTER_SIDE, smaller
 
 
 def test_weights_are_named_by_their_nodes_and_turned() -> None:
+    # Its import takes seconds, in each process that collects the tests.
+    import onnx
+    from onnx import helper, numpy_helper
+
+    from tools.dinov2 import weights
+
     draw = np.random.default_rng(0)
     tensors = {
         "backbone.layernorm.bias": draw.random(2),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import BertModel
 
+from tests.fresh import run
 from tests.jobs.conftest import TEXTS, save, tiny_bert
 
 COMMANDS = {
@@ -19,7 +18,6 @@ COMMANDS = {
     "prove": "--only appendix-b --out proofs.html",
     "explore": "",
 }
-# One process for all of them, because torch and transformers take seconds to import.
 SCRIPT = """
 import os, sys
 from dynorm.cli import main
@@ -43,8 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, words in COMMANDS.items():
         json = ["--json"] if name in ("convert", "inspect", "fold") else []
         lines.append(" ".join([name, words, *json]))
-    script = [sys.executable, "-c", SCRIPT, "\n".join(lines)]
-    subprocess.run(script, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    # transformers is imported under the eyes of the test.
+    run(SCRIPT, "\n".join(lines), imported="libraries", folder=folder)
     return folder
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,17 +98,6 @@ def first(model: nn.Module, **inputs: Any) -> torch.Tensor:
     with torch.no_grad():
         output: torch.Tensor = model(**(inputs or {"input_ids": ids()}))[0]
     return output
-
-
-def fresh(script: str, *arguments: object) -> str:
-    """Return the output of a script that runs in a separate process."""
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def kinds(model: nn.Module) -> list[str]:

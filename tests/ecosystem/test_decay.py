@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -17,7 +16,8 @@ from transformers.trainer_pt_utils import get_parameter_names
 import dynorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.converted import dynorm_layers
-from tests.ecosystem.models import fresh, gpt2, ids
+from tests.ecosystem.models import gpt2, ids
+from tests.fresh import run
 
 # peft 0.21 asks by the old name.
 pytestmark = pytest.mark.filterwarnings(
@@ -83,6 +83,8 @@ def test_what_is_decayed_is_what_was_decayed_before(tmp_path: Path) -> None:
 
 
 def test_a_subclass_of_the_trainer_and_an_adapter(tmp_path: Path) -> None:
+    import peft
+
     class OfMine(Trainer):  # type: ignore[misc]
         def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
             return [name for name in super().get_decay_parameter_names(model) if "wte" not in name]
@@ -121,9 +123,8 @@ def test_the_norm_that_a_fold_leaves_is_not_decayed() -> None:
     assert get_parameter_names(model, [nn.LayerNorm], ["bias"]) == ["0.weight"]
 
 
-# Both orders in one process, forked before either: most of the time goes into imports.
-ORDERS = """
-import importlib, os, sys
+SHOW = """
+import importlib, sys
 
 def show():
     import torch
@@ -132,18 +133,15 @@ def show():
     model = nn.Sequential(nn.Linear(4, 4), dynorm.DyISRU(4), nn.Linear(4, 4))
     names = get_parameter_names(model, [nn.LayerNorm], ["bias"])
     trainers = transformers.trainer.get_parameter_names(model, [nn.LayerNorm], ["bias"])
-    print(names, trainers, flush=True)
-
-# These parts of torch take half of the time to import transformers.
-import torch._dynamo, torch.distributed.tensor
-child = os.fork()
-if not child:
-    import dynorm
-    assert "transformers" not in sys.modules
-    import transformers.trainer
-    show()
-    os._exit(0)
-os.waitpid(child, 0)
+    print(names, trainers)
+"""
+DYNORM_FIRST = """
+import dynorm
+assert "transformers" not in sys.modules
+import transformers.trainer
+show()
+"""
+TRANSFORMERS_FIRST = """
 import transformers.trainer, dynorm
 show()
 import dynorm.hub
@@ -152,6 +150,11 @@ show()
 """
 
 
-def test_it_holds_in_either_order_of_imports() -> None:
-    lines = fresh(ORDERS).splitlines()
-    assert lines == ["['0.weight', '2.weight'] ['0.weight', '2.weight']"] * 3
+@pytest.mark.parametrize(
+    ("order", "imported", "times"),
+    [(DYNORM_FIRST, "libraries", 1), (TRANSFORMERS_FIRST, "transformers", 2)],
+    ids=["dynorm first", "transformers first"],
+)
+def test_it_holds_in_either_order_of_imports(order: str, imported: str, times: int) -> None:
+    lines = run(SHOW + order, imported=imported).splitlines()
+    assert lines == ["['0.weight', '2.weight'] ['0.weight', '2.weight']"] * times

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import lightning
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynorm
@@ -20,56 +17,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers"),
 ]
 
-START, LENGTH, STEPS = 6, 3, 12
-
-
-class Anneal(lightning.Callback):
-    """Annealing in Lightning; with accumulated gradients the start takes all batches of its step."""
-
-    schedule = dynorm.AnnealSchedule(start=START / STEPS, length=LENGTH / STEPS)
-    begun = None
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        total = int(trainer.estimated_stepping_batches)
-        self.schedule.apply_(module, trainer.global_step, total)
-        self.begin, _ = self.schedule.steps(total)
-        if trainer.global_step == self.begin and self.begun is None:
-            self.begun = dynorm.AnnealStart(module)
-
-    def on_train_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
-    ) -> None:
-        if self.begun is not None and trainer.global_step > self.begin:
-            self.begun = self.begun.finish_()
-
-    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-        if self.begun is not None:
-            self.begun = self.begun.cancel_()
-
-
-class Net(lightning.LightningModule):
-    """A regression, which writes down where each of its steps stood on the way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1))
-        dynorm.convert_(self.net, dynorm.find_norms(self.net, torch.randn(4, 8)), to="annealed")
-        self.seen: list[tuple[int, float, float]] = []
-        self.entered: list[Tensor] = []
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        layer = self.net.get_submodule("1")
-        assert isinstance(layer, dynorm.layers.AnnealedNorm)
-        self.seen.append((self.trainer.global_step, layer.position, float(layer.beta().detach())))
-        self.entered.append(self.net[0](batch[0]).detach())
-        return (self.net(batch[0]) - batch[1]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(dynorm.param_groups(self, lr=1e-2))
-
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_the_lines_of_the_page_do_what_the_callback_of_the_trainer_does(accumulated: int) -> None:
+    # Its import takes seconds, in each process that collects the tests.
+    import lightning
+
+    from tests.ecosystem.lightning_run import LENGTH, START, STEPS, Anneal, Net
+
     x = torch.randn(512, 8)
     net = Net()
     trainer = lightning.Trainer(
@@ -103,6 +58,10 @@ def test_the_lines_of_the_page_do_what_the_callback_of_the_trainer_does(accumula
 
 
 def test_a_step_that_fails_leaves_torch_compile_on_and_the_model_unwatched() -> None:
+    import lightning
+
+    from tests.ecosystem.lightning_run import START, STEPS, Anneal, Net
+
     class Failing(Net):
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
             loss = super().training_step(batch, index)

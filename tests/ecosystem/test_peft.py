@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +12,8 @@ from torch import nn
 
 import dynorm
 from dynorm.replace.converted import dynorm_layers
-from tests.ecosystem.models import first, fresh, gpt2, ids
+from tests.ecosystem.models import first, gpt2, ids
+from tests.fresh import run
 
 # peft 0.21 asks by the old name.
 pytestmark = pytest.mark.filterwarnings(
@@ -25,6 +25,9 @@ NORMS = ["ln_1", "ln_2", "ln_f"]
 
 
 def adapted(model: nn.Module, **options: Any) -> Any:
+    # Its import takes seconds, in each process that collects the tests.
+    import peft
+
     # GPT-2's Conv1D has its weight transposed, which peft would say in a warning.
     settings = {
         "r": 2,
@@ -72,6 +75,8 @@ with torch.no_grad():
 
 @pytest.mark.parametrize("constants", ["frozen", "trained"])
 def test_an_adapter_is_trained_saved_loaded_and_merged(tmp_path: Path, constants: str) -> None:
+    import peft
+
     model = gpt2()
     dynorm.save(model, tmp_path / "base")
     before, output = values(model), first(model)
@@ -91,7 +96,7 @@ def test_an_adapter_is_trained_saved_loaded_and_merged(tmp_path: Path, constants
     assert any("log_beta" in name for name in names) == (constants == "trained")
     if constants == "trained":
         save_file({"ids": ids()}, tmp_path / "ids.safetensors")
-        fresh(SCRIPT, tmp_path)
+        run(SCRIPT, tmp_path)
         torch.testing.assert_close(load_file(tmp_path / "logits.safetensors")["logits"], tuned)
     else:
         again = peft.PeftModel.from_pretrained(
@@ -136,6 +141,8 @@ WARNED = r"(\d).*peft adapter.*ln_1\..*base"
 @pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
 @pytest.mark.parametrize("kind", ["modules_to_save", "ln_tuning"])
 def test_norms_inside_of_an_adapter_are_converted_with_a_warning(tmp_path: Path, kind: str) -> None:
+    import peft
+
     torch.manual_seed(0)
     if kind == "modules_to_save":
         lora = adapted(unconverted(), modules_to_save=["ln_1"]).eval()
@@ -169,6 +176,8 @@ def test_only_norms_of_the_adapter_are_warned_of(recwarn: pytest.WarningsRecorde
 
 
 def test_single_tokens_are_trained_on_a_converted_base(tmp_path: Path) -> None:
+    import peft
+
     model = gpt2()
     dynorm.save(model, tmp_path / "base")
     lora = adapted(model, trainable_token_indices=[5, 6])

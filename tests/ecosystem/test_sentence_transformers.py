@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer import modules
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
@@ -55,6 +54,13 @@ def written(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "model"
 
 
+def opened(folder: Path) -> Any:
+    # Its import takes seconds, in each process that collects the tests.
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), device="cpu")
+
+
 def mean_pooled(folder: Path, texts: list[str], norm: bool = True) -> Tensor:
     """The embeddings by hand, as the model's card describes them."""
     model, encode = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -68,24 +74,22 @@ def mean_pooled(folder: Path, texts: list[str], norm: bool = True) -> Tensor:
 
 @pytest.mark.slow
 def test_the_demos_model_gives_mean_pooled_embeddings(written: Path, tmp_path: Path) -> None:
-    model = SentenceTransformer(str(written), device="cpu")
+    model = opened(written)
     assert kinds(model) == ["DyISRU"] * 13
     assert [type(part).__name__ for part in model] == ["Transformer", "Pooling", "Normalize"]
     assert model.max_seq_length == 256
     embeddings = model.encode(TEXTS, convert_to_tensor=True)
     torch.testing.assert_close(embeddings, mean_pooled(written, TEXTS))
-    original = SentenceTransformer(str(demo_model()), device="cpu").encode(
-        TEXTS, convert_to_tensor=True
-    )
+    original = opened(demo_model()).encode(TEXTS, convert_to_tensor=True)
     assert 0.3 < torch.cosine_similarity(embeddings, original).mean() < 0.9999
     model.save(str(tmp_path))
-    again = SentenceTransformer(str(tmp_path), device="cpu")
+    again = opened(tmp_path)
     assert kinds(again) == ["DyISRU"] * 13
     torch.testing.assert_close(again.encode(TEXTS, convert_to_tensor=True), embeddings)
 
 
 def test_a_sentence_transformer_is_converted_as_it_stands(tmp_path: Path) -> None:
-    model = SentenceTransformer(str(demo_model()), device="cpu")
+    model = opened(demo_model())
     inner, batch = model.transformers_model, model.preprocess(TEXTS)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     before = model.encode(TEXTS, convert_to_tensor=True)
@@ -94,7 +98,7 @@ def test_a_sentence_transformer_is_converted_as_it_stands(tmp_path: Path) -> Non
     embeddings = model.encode(TEXTS, convert_to_tensor=True)
     assert not torch.allclose(embeddings, before)
     model.save(str(tmp_path))
-    again = SentenceTransformer(str(tmp_path), device="cpu")
+    again = opened(tmp_path)
     assert kinds(again) == ["DyISRU"] * 13
     torch.testing.assert_close(again.encode(TEXTS, convert_to_tensor=True), embeddings)
 
@@ -102,6 +106,9 @@ def test_a_sentence_transformer_is_converted_as_it_stands(tmp_path: Path) -> Non
 @pytest.fixture
 def with_dense(tmp_path: Path) -> Path:
     """A sentence-transformers model whose last module has weights, in a folder with things that are not the model's."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
     folder = tmp_path / "source"
     plain = dynorm.restore_(bert())
     plain.save_pretrained(tmp_path / "plain")
@@ -125,10 +132,10 @@ def test_modules_with_weights_come_along_and_clutter_does_not(
 ) -> None:
     out = tmp_path / "out"
     convert_pretrained(with_dense, out, WORDS, texts=[words])
-    model = SentenceTransformer(str(out / "model"), device="cpu")
+    model = opened(out / "model")
     assert kinds(model) == ["DyISRU"] * 5
     texts = ["w5 w6 w7", "w9 w9"]
-    dense = SentenceTransformer(str(with_dense), device="cpu")[2].linear
+    dense = opened(with_dense)[2].linear
     pooled = mean_pooled(out / "model", texts, norm=False)
     expected = normalize(torch.tanh(torch.nn.functional.linear(pooled, dense.weight, dense.bias)))
     torch.testing.assert_close(model.encode(texts, convert_to_tensor=True), expected.detach())

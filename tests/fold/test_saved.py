@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from dynorm.cli import app
 from dynorm.errors import ModelError, StorageError
 from dynorm.fold import fold_
 from dynorm.layers.rmsnorm import RMSNorm
+from tests.fresh import run
 
 transformers = pytest.importorskip("transformers")
 
@@ -64,11 +63,8 @@ def test_folded_transformers_models_load_in_a_fresh_process(tmp_path: Path) -> N
             cls, loads_with = saved(name, options, folder)
             assert loads_with == kind
             lines.append(json.dumps([str(folder), cls, kind == "dynorm"]))
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *lines], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("True") == len(STOCK) + len(OURS)
+    said = run(SCRIPT, *lines, imported="transformers")
+    assert said.count("True") == len(STOCK) + len(OURS)
 
 
 def test_a_folded_encoder_gets_another_head(tmp_path: Path) -> None:

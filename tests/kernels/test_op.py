@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu, _op, _triton, backend, pointwise
 from dynorm.kernels._form import FunctionCode, Parameters, UnfitError
 from dynorm.layers import PointwiseNorm
+from tests.fresh import run
 from tests.kernels.definition import KINDS, make
 
 LAYERS = [DyISRU, DyT, Derf, LinearControl]
@@ -527,11 +526,8 @@ def test_second_derivatives_through_backward(kind: type[PointwiseNorm]) -> None:
 
 def test_switched_off_by_the_environment() -> None:
     script = "import torch, dynorm.kernels as k; print(k.backend())"
-    environment = {"DYNORM_KERNELS": "0", "PATH": "/usr/bin:/bin"}
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment
-    )
-    assert run.stdout.strip() == "torch"
+    said = run(script, imported="torch", environment={"DYNORM_KERNELS": "0"})
+    assert said.strip() == "torch"
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -13,8 +13,10 @@ from typer.testing import CliRunner, Result
 from dynorm.cli import app
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.paper.proof import prove, show
+from dynorm.paper.proof.exact import Verdict
 from dynorm.paper.proof.notation import SYMBOLS, as_html, latex
-from dynorm.paper.proof.prove import Report
+from dynorm.paper.proof.numbers import Measured
+from dynorm.paper.proof.prove import CheckedStatement, CheckedStep, Report
 from dynorm.paper.proof.statement import Statement, Step
 from dynorm.paper.proof.statements import STATEMENTS
 from dynorm.paper.proof.vocabulary import (
@@ -43,6 +45,17 @@ def broken_statement() -> Statement:
     """Return a statement with a wrong definition."""
     (statement,) = prove.choose(["appendix-b"])
     return replace(statement, definitions={real("beta"): positive("alpha")})
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    """All statements, as if they were proven: test_proof.py does that."""
+    verdict, measured = Verdict(True), Measured(True, 0.0)
+    checked = []
+    for statement in STATEMENTS:
+        steps = tuple(CheckedStep(step, verdict, measured) for step in statement.steps)
+        checked.append(CheckedStatement(statement, steps, 0.0, 0.1))
+    return Report(tuple(checked), 0, 0.1)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ CASES = ("layers", "calibrated", "nan_on_the_first", "nan_on_the_second")
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return launch("cases", 2, tmp_path_factory.mktemp("two"), *CASES)
+    return launch("tests.parallel.cases", 2, tmp_path_factory.mktemp("two"), *CASES)
 
 
 def test_a_sharded_layer_is_the_plain_one_and_needs_no_collective(two: Found) -> None:
