@@ -267,8 +267,17 @@ class TestNumbers:
         "choices", SETTINGS, ids=lambda choices: "-".join(f"{k}{v}" for k, v in choices.items())
     )
     def test_they_are_those_of_python(self, choices: dict[str, Any], browser: Browser) -> None:
+        """One page for all of its numbers, because a page takes longest to load."""
         assert browser.set(**choices)
         numbers, state = browser.numbers(), browser.state()
+        self.check_values(numbers, state)
+        self.check_curves(numbers)
+        if state["channels"] > 2:
+            self.check_fits(numbers, state)
+        assert browser.set(witness="outlier")
+        self.check_witness(browser.numbers())
+
+    def check_values(self, numbers: dict[str, Any], state: dict[str, Any]) -> None:
         constant = numbers["constant"]
         spread = max(1.0, float(torch.tensor(numbers["x"]).square().sum()))
         for name, expected in reference(state, constant).items():
@@ -280,12 +289,7 @@ class TestNumbers:
             assert_same(numbers, name, expected, size)
         assert numbers["closedResidual"] < 1e-12
 
-    @pytest.mark.parametrize("choices", SETTINGS[:5])
-    def test_the_curves_are_those_of_python(
-        self, choices: dict[str, Any], browser: Browser
-    ) -> None:
-        browser.set(**choices)
-        numbers = browser.numbers()
+    def check_curves(self, numbers: dict[str, Any]) -> None:
         curves = numbers["curves"]
         x = torch.tensor(curves["x"], dtype=torch.float64, requires_grad=True)
         functions = functions_of(numbers["constant"], len(numbers["x"]))
@@ -304,10 +308,7 @@ class TestNumbers:
             if name != "closed":
                 assert_same(curves["residual"], name, y.detach() - shown(curves["value"], "closed"))
 
-    @pytest.mark.parametrize("choices", [s for s in SETTINGS if s.get("channels") != 2])
-    def test_the_fits_are_those_of_python(self, choices: dict[str, Any], browser: Browser) -> None:
-        browser.set(**choices)
-        numbers, state = browser.numbers(), browser.state()
+    def check_fits(self, numbers: dict[str, Any], state: dict[str, Any]) -> None:
         simulation = simulate(state["channels"], state["sigma"], seed=state["seed"])
         for name, title in (("dyt", "DyT"), ("derf", "Derf"), ("dyisru", "DyISRU")):
             found = fit(title, simulation.outliers, simulation.outputs, state["channels"])
@@ -343,10 +344,7 @@ class TestNumbers:
         assert browser.find("#alpha-complaint").text == ""
         assert browser.numbers()["constant"] == before
 
-    @pytest.mark.parametrize("choices", SETTINGS)
-    def test_the_outlier_as_witness(self, choices: dict[str, Any], browser: Browser) -> None:
-        assert browser.set(**choices, witness="outlier")
-        numbers = browser.numbers()
+    def check_witness(self, numbers: dict[str, Any]) -> None:
         x, y = shown(numbers, "x"), shown(numbers, "y")
         beta, outlier = shown(numbers, "constant.dyisru"), torch.tensor([len(x) - 1])
         gain = torch.ones(1, dtype=x.dtype)
@@ -402,19 +400,23 @@ wait();"""
 
 
 class TestControls:
-    @pytest.mark.parametrize("name", ["steps", "t", "channels", "sigma", "alpha", "derf", "beta"])
-    def test_every_slider_changes_the_picture(self, name: str, browser: Browser) -> None:
+    def test_every_slider_changes_the_picture(self, browser: Browser) -> None:
         from selenium.webdriver.common.keys import Keys
 
-        before, choice = {plot: browser.pixels(plot) for plot in PLOTS}, browser.state()[name]
-        move_slider(browser, name, Keys.PAGE_UP)
-        assert browser.state()[name] != choice
         # The outlier and the annealed layer are not in all of them.
-        changed = {"steps": {"main-plot", "slope-plot"}, "t": {"main-plot"}}.get(name, set(PLOTS))
-        assert {plot for plot in PLOTS if browser.pixels(plot) != before[plot]} == changed
-        assert browser.find(f"#{name}").get_property("valueAsNumber") == pytest.approx(
-            browser.state()[name], rel=1e-5
-        )
+        parts = {"steps": {"main-plot", "slope-plot"}, "t": {"main-plot"}}
+        before = {plot: browser.pixels(plot) for plot in PLOTS}
+        for name in ("steps", "t", "channels", "sigma", "alpha", "derf", "beta"):
+            choice = browser.state()[name]
+            move_slider(browser, name, Keys.PAGE_UP)
+            now = browser.state()[name]
+            assert now != choice
+            changed = {plot for plot in PLOTS if browser.pixels(plot) != before[plot]}
+            assert changed == parts.get(name, set(PLOTS)), name
+            number = browser.find(f"#{name}").get_property("valueAsNumber")
+            assert number == pytest.approx(now, rel=1e-5)
+            browser.find("#reset").click()
+            browser.settle()
 
     def test_another_sample(self, browser: Browser) -> None:
         before = browser.pixels("main-plot")
@@ -423,16 +425,14 @@ class TestControls:
         assert browser.state()["seed"] == 2
         assert browser.pixels("main-plot") != before
 
-    @pytest.mark.parametrize("layer", ["points", "closed", "dyt", "derf", "dyisru", "path"])
-    def test_layers_come_and_go(self, layer: str, browser: Browser) -> None:
+    def test_layers_come_and_go(self, browser: Browser) -> None:
         before = browser.pixels("main-plot")
-        box = browser.find(f"[data-layer={layer}]")
-        box.click()
-        browser.settle()
-        assert browser.pixels("main-plot") != before
-        box.click()
-        browser.settle()
-        assert browser.pixels("main-plot") == before
+        for layer in ("points", "closed", "dyt", "derf", "dyisru", "path"):
+            box = browser.find(f"[data-layer={layer}]")
+            for is_there in (False, True):
+                box.click()
+                browser.settle()
+                assert (browser.pixels("main-plot") == before) == is_there, layer
 
     def test_fits_follow_the_sample_until_moved_by_hand(self, browser: Browser) -> None:
         browser.find("#beta-closed").click()
@@ -472,26 +472,26 @@ class TestControls:
             )
         assert browser.state()["steps"] == 0.05
 
-    @pytest.mark.parametrize(
-        ("name", "text", "words"),
-        [
-            ("channels", "1", "from 2 to 4096, got 1"),
-            ("channels", "2.5", "whole number"),
-            ("channels", "", "whole number"),
-            ("sigma", "0", "positive"),
-            ("sigma", "-2", "positive"),
-            ("sigma", "", "positive.*, got nothing"),
-            ("seed", "-1", "seed"),
-            ("steps", "", "number"),
-            ("steps", "1e99", "number"),
-            ("alpha", "0", "positive"),
-            ("beta", "-3", "positive"),
-            ("t", "1.5", "from 0 to 1"),
-        ],
+    BAD = (
+        ("channels", "1", "from 2 to 4096, got 1"),
+        ("channels", "2.5", "whole number"),
+        ("channels", "", "whole number"),
+        ("sigma", "0", "positive"),
+        ("sigma", "-2", "positive"),
+        ("sigma", "", "positive.*, got nothing"),
+        ("seed", "-1", "seed"),
+        ("steps", "", "number"),
+        ("steps", "1e99", "number"),
+        ("alpha", "0", "positive"),
+        ("beta", "-3", "positive"),
+        ("t", "1.5", "from 0 to 1"),
     )
-    def test_bad_input_is_named_and_the_picture_stays(
-        self, name: str, text: str, words: str, browser: Browser
-    ) -> None:
+
+    def test_bad_input_is_named_and_the_picture_stays(self, browser: Browser) -> None:
+        for name, text, words in self.BAD:
+            self.check_complaint(name, text, words, browser)
+
+    def check_complaint(self, name: str, text: str, words: str, browser: Browser) -> None:
         before, state = browser.pixels("main-plot"), browser.state()
         field = browser.find(f"#{name}")
         # As a paste would do it: typing goes through shorter numbers, which may be good ones.
