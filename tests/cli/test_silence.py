@@ -41,8 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, words in COMMANDS.items():
         json = ["--json"] if name in ("convert", "inspect", "fold") else []
         lines.append(" ".join([name, words, *json]))
-    # transformers is imported under the eyes of the test.
-    run(SCRIPT, "\n".join(lines), imported="libraries", folder=folder)
+    # Libraries are imported under the eyes of the test.
+    run(SCRIPT, "\n".join(lines), imported="torch", folder=folder)
     return folder
 
 

@@ -16,6 +16,7 @@ import dynorm
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.recipe import Recipe
 from tests.ecosystem.models import bert, kinds, tokenizer
+from tests.jobs.conftest import undrawn  # noqa: F401
 from tools.demo_model import folder as demo_model
 
 TEXTS = [
@@ -24,8 +25,8 @@ TEXTS = [
     "Read a file",
     "return the sum of two",
 ]
-QUICK = Recipe(steps=0, held_out=8, max_length=32)
-WORDS = Recipe(steps=0, held_out=4, max_length=8)
+QUICK = Recipe(steps=0, held_out=8, max_length=32, fold_means=False)
+WORDS = Recipe(steps=0, held_out=4, max_length=8, fold_means=False)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,14 @@ def tiny_bert() -> BertConfig:
         vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
         max_position_embeddings=64,
     )  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def undrawn() -> Iterator[None]:
+    """Drawing takes as long as the rest of a job on a tiny model, and has tests of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dynorm.report.rendering.svg_picture", lambda *_: "<svg></svg>")
+        yield
 
 
 @pytest.fixture(scope="session")

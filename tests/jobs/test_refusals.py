@@ -21,7 +21,7 @@ from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.recipe import Recipe
 from tests.jobs.conftest import TEXTS
 
-QUICK = Recipe(steps=0, held_out=16, max_length=16)
+QUICK = Recipe(steps=0, held_out=16, max_length=16, fold_means=False)
 NORM = "encoder.layer.1.output.LayerNorm.weight"
 WEIGHTS = "model.safetensors"
 Tensors = dict[str, torch.Tensor]
