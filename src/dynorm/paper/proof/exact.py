@@ -53,7 +53,12 @@ class Verdict:
 
     proven: bool
     # The difference of both sides, or the reason why there is none; nothing if the step is proven.
-    remains: str = ""
+    difference: object = ""
+
+    @property
+    def remains(self) -> str:
+        """The difference in words: to print it takes as long as to find it."""
+        return str(self.difference)
 
 
 def decide(step: Step, statement: Statement) -> Verdict:
@@ -152,7 +157,7 @@ def _decide_by_channel(difference: Expr, relation: str) -> Verdict:
         proven = not differs and remainder(difference) == 0
     else:
         proven = _has_sign(remainder(difference), strict=relation == ">")
-    return Verdict(proven, "" if proven else str(difference))
+    return Verdict(proven, "" if proven else difference)
 
 
 def _decide_by_sums(difference: Expr) -> Verdict:
@@ -161,7 +166,7 @@ def _decide_by_sums(difference: Expr) -> Verdict:
     # sympy does not take factors that are sums themselves out of a sum.
     linear = difference.replace(lambda part: isinstance(part, sp.Sum), _expanded_sum)
     remains = sp.expand(sp.numer(sp.together(linear)))
-    return Verdict(remains == 0, "" if remains == 0 else str(remains))
+    return Verdict(remains == 0, "" if remains == 0 else remains)
 
 
 def _differs_at_a_token(difference: Expr) -> bool:
