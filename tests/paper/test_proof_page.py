@@ -54,8 +54,8 @@ def report() -> Report:
     checked = []
     for statement in STATEMENTS:
         steps = tuple(CheckedStep(step, verdict, measured) for step in statement.steps)
-        checked.append(CheckedStatement(statement, steps, 0.0, 0.1))
-    return Report(tuple(checked), 0, 0.1)
+        checked.append(CheckedStatement(statement, steps, 0.0))
+    return Report(tuple(checked))
 
 
 @pytest.fixture(scope="module")
