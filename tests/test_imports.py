@@ -251,7 +251,6 @@ def test_importing_dynorm_loads_no_optional_library() -> None:
 import json, sys, torch
 before = set(sys.modules)
 import dynorm
-from tests.fresh import run
 loaded = sorted(set(sys.modules) - before)
 dynorm.measure, dynorm.load, dynorm.convert_model
 import dynorm.cli, dynorm.paper

@@ -20,7 +20,7 @@ from dynorm.guard import in_eval_mode, kept_random_states, require_values, usabl
 from dynorm.layers import AnnealedNorm
 from dynorm.plain import Plain
 from dynorm.recipe import Recipe
-from dynorm.replace.converted import dynorm_layers, require_layers
+from dynorm.replace.converted import dynorm_layers
 from dynorm.table import Table
 from dynorm.train.objective import Distillation, output_loss
 

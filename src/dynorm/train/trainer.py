@@ -123,7 +123,9 @@ def relative_rates(model: nn.Module, lr: float) -> list[dict[str, Any]]:
             # A vector may be 0, such as a bias.
             if parameter.ndim < 2:
                 size = size.clamp_min(_LEAST_SIZE)
-            groups.append({"params": [parameter], "lr": lr * float(gathered(size)), "weight_decay": 0.0})
+            groups.append(
+                {"params": [parameter], "lr": lr * float(gathered(size)), "weight_decay": 0.0}
+            )
     return groups
 
 
