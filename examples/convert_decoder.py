@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import dynorm
 
-STEPS = 150
+STEPS = 100
 VOCABULARY = 32
 LENGTH = 24
 
@@ -59,7 +59,7 @@ def main() -> None:
     calibrated = dynorm.measure(model, held_out, original=original)
     print(calibrated.verdict())
 
-    dynorm.distill_(model, batches, teacher=original, steps=60)
+    dynorm.distill_(model, batches, teacher=original, steps=40)
     distilled = dynorm.measure(model, held_out, original=original)
     print(distilled.verdict())
 

@@ -42,7 +42,7 @@ def main() -> None:
     model = AutoModel.from_pretrained(FOLDER)
     original = copy.deepcopy(model)
 
-    texts = docstrings()[::2]
+    texts = docstrings()[::4]
     batches = []
     for start in range(0, len(texts), 16):
         batch = tokenizer(

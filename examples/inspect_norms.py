@@ -26,7 +26,7 @@ def main() -> None:
 
     passages = textwrap.wrap(TEXT.read_text("utf-8"), 160)
     batches = []
-    for start in range(0, 64, 16):
+    for start in range(0, 32, 16):
         batch = tokenizer(
             passages[start : start + 16],
             padding=True,

@@ -21,7 +21,7 @@ def main() -> None:
     """Convert, quantize, and compare the hidden states."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModel.from_pretrained(FOLDER)
-    batch = tokenizer(PASSAGES[:32], padding=True, truncation=True, return_tensors="pt")
+    batch = tokenizer(PASSAGES[:16], padding=True, truncation=True, return_tensors="pt")
     dynorm.convert_(model, dynorm.find_norms(model, **batch))
     dynorm.calibrate_(model, [batch])
 
