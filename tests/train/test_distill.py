@@ -129,6 +129,15 @@ def test_the_first_step_moves_each_weight_by_a_share_of_its_size() -> None:
     assert float(model[0].bias.detach().abs().max()) == pytest.approx(0.06 * lr, rel=1e-2)
 
 
+def test_frozen_weights_stay_as_they_are() -> None:
+    model = converted()
+    model[0].requires_grad_(False)
+    before = copy.deepcopy(model)
+    dynorm.distill_(model, batches(), teacher=original(), steps=2)
+    assert same(model[0], before[0])
+    assert not same(model[1], before[1])
+
+
 def test_the_rate_falls_to_0() -> None:
     factors = [rate_factor(step, 100) for step in range(101)]
     assert factors[0] > 0

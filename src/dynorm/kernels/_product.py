@@ -43,7 +43,7 @@ class _Product(torch.autograd.Function):
         return total, y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_total: Tensor | None, grad: Tensor | None) -> Any:
         x, weight, product_bias, factor, total, *parameters = ctx.saved_tensors
         need_x, need_weight, _, need_bias, need_factor, need_residual, _, *need_layer = (
