@@ -94,8 +94,9 @@ def test_the_verbs_have_the_defaults_of_the_recipe(
     "recipe",
     [
         Recipe(),
-        Recipe(to=dynorm.DyT, steps=4, lr=1e-4, checkpoints="kept"),
-        Recipe(to={"c.*": None, "*": {"to": dynorm.Derf, "witnesses": 2}}, center=True),
+        Recipe(to="dyt", steps=4, lr=1e-4, checkpoints="kept"),
+        Recipe(to={"c.*": None, "*": {"to": "derf", "witnesses": 2}}, center=True),
+        Recipe(to="none", stock=True, steps=0),
     ],
 )
 def test_a_recipe_equals_that_of_its_file(recipe: Recipe, tmp_path: Path) -> None:
@@ -104,6 +105,20 @@ def test_a_recipe_equals_that_of_its_file(recipe: Recipe, tmp_path: Path) -> Non
     read = Recipe.load(tmp_path / "recipe.json")
     assert read == recipe
     assert read.to_dict() == recipe.to_dict() == json.loads((tmp_path / "recipe.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stock": True}, "stock must.*to=.none.*got to='dyisru'"),
+        ({"to": {"*": "none"}, "stock": True}, "stock must"),
+        ({"to": "none", "witnesses": 2}, "witnesses must be 0.*got 2"),
+        ({"to": "none", "stock": 1}, "stock must be True"),
+    ],
+)
+def test_fields_that_exclude_each_other(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        Recipe(**fields).check()
 
 
 @pytest.mark.parametrize("name", ["witneses", "only", "lean", "minutes"])
@@ -127,6 +142,7 @@ def test_a_file_that_is_not_a_recipe(text: str, tmp_path: Path) -> None:
     [
         ("to", "nothing"),
         ("to", 3),
+        ("to", dynorm.DyT),
         ("to", "annealed"),
         ("to", {"*": {"lean": 0.5}}),
         ("to", {"*": 3}),

@@ -13,13 +13,16 @@ from torch import nn
 
 from dynorm.arguments import check_count, check_positive
 from dynorm.errors import ArgumentError, StorageError
-from dynorm.family import NAMES
 from dynorm.files import write_text
 from dynorm.plain import Plain
-from dynorm.replace.options import LayerOptions, Target, options_by_glob, require_known
+from dynorm.replace.options import REST, LayerOptions, Target, options_by_glob, require_known
 
 KINDS = {"input_ids": "texts", "pixel_values": "images"}
 """The kind of samples for each name of a model's main input."""
+NO_NORM = "none"
+"""Means in ``Recipe.to`` that nothing is to be left of a norm."""
+# It is a line first, which can be folded away.
+_LINE = {"to": "linear", "center": True, "witnesses": 0}
 # The least value of each count.
 _LEAST = {
     "steps": 0,
@@ -74,8 +77,12 @@ class Recipe(Plain):
     of model: a text encoder, or a model of language or images.
 
     Args:
-        to: the layer in the place of the norms, or a mapping from globs of their paths to layers,
-            as in :func:`convert_`; point-wise, not annealed.
+        to: the layer in the place of the norms by its name, or a mapping from globs of their paths
+            to layers, as in :func:`convert_`; point-wise, not annealed. "none" leaves nothing: each norm
+            becomes a line, centred if it was a LayerNorm, which :func:`fold_` removes in the end. A
+            line that cannot be folded stays, and the report names it.
+        stock: with ``to="none"``, save the model in its own class, as :func:`dynorm.hub.as_stock`
+            returns it. This field is only for the command.
         per_channel: one constant per channel instead of one per layer.
         center: give each layer in the place of a LayerNorm a centre.
         witnesses: the number of channels, at most 16, from which each layer may estimate the size
@@ -106,6 +113,7 @@ class Recipe(Plain):
     """
 
     to: Target = LayerOptions.to
+    stock: bool = False
     per_channel: bool = LayerOptions.per_channel
     center: bool = LayerOptions.center
     witnesses: int = 0
@@ -123,7 +131,6 @@ class Recipe(Plain):
     def __post_init__(self) -> None:
         """Keep plain values, so that a recipe equals the one that is read from its file."""
         # The class is frozen.
-        object.__setattr__(self, "to", _named(self.to))
         if isinstance(self.checkpoints, (str, os.PathLike)):
             object.__setattr__(self, "checkpoints", Path(self.checkpoints))
 
@@ -170,6 +177,24 @@ class Recipe(Plain):
         return "\n".join(["recipe", *(f"  {name:11}  {value}" for name, value in given.items())])
 
     @property
+    def layers(self) -> Target:
+        """The layers in ``to``, with lines for "none"."""
+        if self.to == NO_NORM:
+            return {REST: _LINE}
+        if not isinstance(self.to, Mapping):
+            return self.to
+        layers = dict(self.to)
+        for glob in layers:
+            if layers[glob] == NO_NORM:
+                layers[glob] = _LINE
+        return layers
+
+    @property
+    def removes_norms(self) -> bool:
+        """Whether lines are to be folded away."""
+        return self.layers != self.to
+
+    @property
     def base(self) -> LayerOptions:
         """The options of a layer whose glob does not have its own."""
         return LayerOptions(
@@ -178,12 +203,16 @@ class Recipe(Plain):
 
     def options_by_glob(self) -> dict[str, LayerOptions | None]:
         """Return the checked options of the layers for each glob; None keeps the norms."""
-        return options_by_glob(self.to, self.base)
+        return options_by_glob(self.layers, self.base)
 
     def check(self) -> None:
         """Check every value, or raise ArgumentError."""
         for options in self.options_by_glob().values():
-            if options is not None and options.is_annealed:
+            if options is None:
+                continue
+            if isinstance(options.to, type):
+                raise ArgumentError(f"a recipe must name its layers, got {options.to!r}")
+            if options.is_annealed:
                 raise ArgumentError(
                     f"to must be point-wise, but {options.to!r} is a norm until its annealing "
                     "ends: call convert_, and train it with AnnealCallback"
@@ -195,24 +224,21 @@ class Recipe(Plain):
         if self.seed >= 2**32:
             raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
         check_positive("lr", self.lr)
-        for name in ("bf16", "fold_means"):
+        for name in ("bf16", "fold_means", "stock"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ArgumentError(f"{name} must be True or False, got {value!r}")
+        if self.stock and self.to != NO_NORM:
+            raise ArgumentError(
+                f'stock must go with to="{NO_NORM}", because no class of transformers has layers of '
+                f"dynorm, got to={self.to!r}"
+            )
+        if self.to == NO_NORM and self.witnesses:
+            raise ArgumentError(
+                f'witnesses must be 0 with to="{NO_NORM}", because a line that reads other channels '
+                f"cannot be folded away, got {self.witnesses}"
+            )
         if not isinstance(self.checkpoints, Path | None):
             raise ArgumentError(
                 f"checkpoints must be the path of a folder, or None, got {self.checkpoints!r}"
             )
-
-
-def _named(to: Any) -> Any:
-    """Return layers that are given by their classes by their names, in a mapping too."""
-    if isinstance(to, type):
-        return NAMES.get(to, to)
-    if not isinstance(to, Mapping):
-        return to
-    named = {}
-    for key, value in to.items():
-        # Of the options of a glob, only the layer may be a class.
-        named[key] = _named(value)
-    return named

@@ -15,7 +15,7 @@ from dynorm.recipe import Recipe
 
 PAIRS: list[tuple[list[str], dict[str, Any]]] = [
     (["--to", "dyt"], {"to": "dyt"}),
-    (["--per-channel"], {"per_channel": True}),
+    (["--to", "none", "--stock"], {"to": "none", "stock": True}),
     (["--witnesses", "4"], {"witnesses": 4}),
     (["--keep-means"], {"fold_means": False}),
     (["--steps", "7"], {"steps": 7}),

@@ -235,6 +235,6 @@ def test_the_command_line_takes_images(
 
 
 def test_inspection_takes_images(vision: Path, images: Path) -> None:
-    found = inspect_pretrained(vision, Recipe(batch=4), images=[images], samples=8)
+    found = inspect_pretrained(vision, Recipe(batch=4, held_out=8), images=[images])
     assert len(found.sites) == 5
     assert found.meta["images_held_out"] == 8

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
-import dynorm
 from dynorm.cli import app
 from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.recipe import Recipe
 
 
 def test_an_encoder(encoder: Path, texts: Path) -> None:
-    report = inspect_pretrained(encoder, Recipe(max_length=16), texts=[texts], samples=16)
+    report = inspect_pretrained(encoder, Recipe(max_length=16, held_out=16), texts=[texts])
     assert len(report.sites) == 5
     assert report.meta["model"] == "tiny-bert"
-    with pytest.raises(dynorm.errors.ArgumentError, match="samples"):
-        inspect_pretrained(encoder, texts=[texts], samples=0)
 
 
 def test_the_command_line(encoder: Path, texts: Path, tmp_path: Path) -> None:

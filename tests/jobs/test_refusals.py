@@ -91,7 +91,7 @@ def test_damaged_folders_are_named(source: Path, texts: Path, tmp_path: Path, da
     act(source)
     jobs: list[Callable[[], object]] = [
         lambda: convert_pretrained(source, tmp_path / "out", QUICK, texts=[texts]),
-        lambda: inspect_pretrained(source, texts=[texts], samples=16),
+        lambda: inspect_pretrained(source, QUICK, texts=[texts]),
     ]
     # A fold needs no texts.
     if "tokenizer" not in damage:

@@ -18,12 +18,10 @@ from dynorm.replace.options import REST, Layer, LayerOptions
 
 # Arguments and options of several commands.
 Model = Annotated[
-    # Not a path, which would lose the dot of ./folder/model, a name on the hub without it.
-    str,
+    Path,
     typer.Argument(
-        help="Folder of a transformers model with its tokenizer or processor, a .gguf file, or the "
-        "name of a model on the hub, such as user/model or user/model@revision. "
-        "A name is downloaded if HF_HUB_OFFLINE=0 is set."
+        help="Folder of a transformers model with its tokenizer or processor, as `hf download` "
+        "fetches it, or a .gguf file."
     ),
 ]
 Texts = Annotated[
@@ -106,11 +104,18 @@ def convert(
     to: Annotated[
         list[str] | None,
         typer.Option(
-            help="Layer in the place of the norms: dyisru, dyt, derf or linear. GLOB=NAME is for "
-            "the norms whose path matches the glob, and GLOB=keep leaves them. The first glob that "
-            f"matches decides. Default: {LayerOptions.to}. Repeatable."
+            help="Layer in the place of the norms: dyisru, dyt, derf, linear, or none, which folds "
+            "lines away into the weights. GLOB=NAME is for the norms whose path matches the glob, "
+            "and GLOB=keep leaves them. The first glob that matches decides. "
+            f"Default: {LayerOptions.to}. Repeatable."
         ),
     ] = None,
+    stock: Annotated[
+        bool,
+        typer.Option(
+            "--stock", help="With --to none, save the model in its own class, without dynorm."
+        ),
+    ] = Recipe.stock,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -128,15 +133,9 @@ def convert(
     batch: Annotated[
         int | None,
         typer.Option(
-            help="Batch size. Default: 32 texts, 4 blocks of a language model, or 8 images."
+            help="Batch size. Default: 16 texts, 2 blocks of a language model, or 4 images."
         ),
     ] = Recipe.batch,
-    per_channel: Annotated[
-        bool,
-        typer.Option(
-            "--per-channel/--per-layer", help="One constant per channel, or one per layer."
-        ),
-    ] = Recipe.per_channel,
     witnesses: Annotated[
         int,
         typer.Option(
@@ -220,8 +219,7 @@ def inspect(
     say = speaker(quiet=as_json)
     report = inspect_pretrained(
         model,
-        Recipe(max_length=max_length, seed=seed),
-        samples=samples,
+        Recipe(max_length=max_length, seed=seed, held_out=samples),
         say=say,
         **JobOptions(texts=texts or (), images=images or (), name=name, device=device),
     )
@@ -235,10 +233,6 @@ def inspect(
 def fold(
     model: Model,
     out: Annotated[Path, typer.Argument(help="New folder for model/ and report.json.")],
-    affine: Annotated[
-        bool,
-        typer.Option(help="Fold weights and biases of the norms into the layers that read them."),
-    ] = True,
     center: Annotated[
         bool,
         typer.Option(
@@ -262,11 +256,6 @@ def fold(
     quiet_libraries()
     from dynorm.jobs.fold import fold_pretrained
 
-    options = {
-        "affine": affine,
-        "center": center,
-        "add_bias": add_bias,
-        "untie": untie,
-    }
+    options = {"center": center, "add_bias": add_bias, "untie": untie}
     say = speaker(quiet=as_json)
     show(fold_pretrained(model, out, options, overwrite=overwrite, say=say), as_json)

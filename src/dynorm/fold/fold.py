@@ -30,7 +30,6 @@ def fold_(
     paths: Collection[str] | None = None,
     affine: bool = True,
     center: bool = True,
-    center_partly: bool = False,
     add_bias: bool = False,
     untie: bool = False,
     tolerance: float | None = None,
@@ -39,7 +38,7 @@ def fold_(
     r"""Fold the linear parts of a model's norms into its neighbours, in place.
 
     The outputs stay the same. A norm is ``weight * core(x) + bias``, and LayerNorm's core centres
-    first, with P = I - 11^T / C. Three rewrites:
+    first, with P = I - 11^T / C. Two rewrites:
 
     - *affine*: into everything that reads the norm, ``W' = W diag(weight)``, ``b' = b + W bias``,
       if all of that is linear. Weight and bias stay as ones and zeros, so that the model's own
@@ -48,8 +47,6 @@ def fold_(
     - *center*: out of everything that writes into the residual stream, ``W' = P W``, ``b' = P b``,
       if nothing but LayerNorms reads that stream; they become
       :class:`dynorm.layers.rmsnorm.RMSNorm`, with the same eps.
-    - *center_partly*: the same out of the linear writers of a stream that has others. Its norms
-      stay LayerNorms, and the mean that stays is that of the few others.
 
     The model is traced once with ``torch.export``. A part that cannot be shown to be safe is left
     as it is, and the report says why. All new values are computed in float64 first. Then the
@@ -68,9 +65,6 @@ def fold_(
         paths: the paths of the norms and point-wise layers to fold; None means all.
         affine: fold weights and biases.
         center: fold means.
-        center_partly: with ``center``, fold the means of linear writers where others write too.
-            This simplifies nothing, but tokens of such a stream then usually have nearly the same
-            mean, so one centre suits them all when point-wise layers replace the norms.
         add_bias: give a linear layer a bias if a norm's bias needs one.
         untie: give tied weights, such as those of an embedding and a head, separate tensors if a
             fold needs it.
@@ -109,7 +103,7 @@ def fold_(
         check_not_negative("tolerance", tolerance)
     require_foldable(model)
     example = example_arguments(model, args, kwargs)
-    options = Options(affine, center, center_partly, add_bias, untie)
+    options = Options(affine, center, add_bias, untie)
     return folded(model, [example], sites, paths, options, tolerance)
 
 

@@ -80,7 +80,7 @@ class _Product:
         return is_input and rank_of(value) - self.from_end == axis
 
 
-def _product_of(op: Node, value: Node | None = None) -> _Product | None:
+def product_of(op: Node, value: Node | None = None) -> _Product | None:
     """Return an operator as a product with a weight, None if it is not one.
 
     If both operands may be the weight, it is the one that is not ``value``.
@@ -122,7 +122,7 @@ def reader_of(node: Node, value: Node, axis: int) -> Reader:
     Raises:
         RefusedError: it is not linear in the channels.
     """
-    product = _product_of(node, value)
+    product = product_of(node, value)
     if product is None or not product.reads(value, axis):
         raise RefusedError(f"read by {where(node)}, which is not linear in the channels")
     weight = operand_at(node, product.weight, product.contracted)
@@ -150,7 +150,7 @@ def writes(op: Node, axis: int) -> list[Write]:
     """Return the weight and bias, or the table, of a linear operator; [] for other operators."""
     if packet(op) == "aten.mul":
         return _gained(op, axis)
-    product = _product_of(op)
+    product = product_of(op)
     if product is None or rank_of(op) - product.from_end != axis:
         return []
     written = []

@@ -13,7 +13,7 @@ from torch.fx import Node
 from dynorm.fold.channels import laid_along
 from dynorm.fold.graph import Slot, double, rank_of
 from dynorm.fold.operators import Reader, RefusedError, refuse_for, require_new_bias
-from dynorm.fold.report import FOLDED, NOTHING, PARTLY, REFUSED, Rewrite
+from dynorm.fold.report import FOLDED, NOTHING, REFUSED, Rewrite
 from dynorm.fold.site import SiteFold
 from dynorm.fold.stream import Stream, readers_of
 from dynorm.fold.trace import Graph
@@ -24,11 +24,10 @@ from dynorm.layers import PointwiseNorm
 class Options:
     """The rewrites that the caller wants, and the changes that the caller allows."""
 
-    affine: bool
-    center: bool
-    center_partly: bool
-    add_bias: bool
-    untie: bool
+    affine: bool = False
+    center: bool = False
+    add_bias: bool = False
+    untie: bool = False
 
 
 @dataclass
@@ -61,7 +60,7 @@ def planned(graph: Graph, folds: Sequence[SiteFold], options: Options) -> Plan:
         if fold.chosen and options.affine:
             fold.affine = _affine(plan, index, graph, options)
     if options.center:
-        _fold_means(plan, graph, options.center_partly)
+        _fold_means(plan, graph)
     return plan
 
 
@@ -155,12 +154,10 @@ def _require_free(fold: SiteFold, graph: Graph, calls: Sequence[Node]) -> None:
                 raise RefusedError(f"{slot.name} is used elsewhere too")
 
 
-def _fold_means(plan: Plan, graph: Graph, partly: bool) -> None:
+def _fold_means(plan: Plan, graph: Graph) -> None:
     """Take the means out of the streams that LayerNorms are called on, where all else allows it.
 
-    A stream without a mean is the same to a LayerNorm and to an RMSNorm of the same eps. With
-    ``partly``, means also go out of the linear writers of a stream that has others; its norms then
-    stay LayerNorms.
+    A stream without a mean is the same to a LayerNorm and to an RMSNorm of the same eps.
     """
     streams: list[Stream] = []
     freed: dict[Stream, None] = {}
@@ -178,8 +175,12 @@ def _fold_means(plan: Plan, graph: Graph, partly: bool) -> None:
             value = call.all_input_nodes[0]
             axis = fold.site.dim % rank_of(value)
             called_on[_stream_of(value, axis, plan.folds, streams)] = None
-        fold.center, without_means = _center(list(called_on), partly)
-        freed.update(dict.fromkeys(without_means))
+        reasons = [stream.refused for stream in called_on if stream.refused is not None]
+        if reasons:
+            fold.center = Rewrite(REFUSED, reason=reasons[0])
+        else:
+            fold.center = Rewrite(FOLDED, _names_of_writers(called_on))
+            freed |= called_on
     _remove_means(plan, freed)
 
 
@@ -190,18 +191,6 @@ def _stream_of(value: Node, axis: int, folds: Sequence[SiteFold], known: list[St
             return stream
     known.append(Stream(value, axis, folds))
     return known[-1]
-
-
-def _center(streams: list[Stream], partly: bool) -> tuple[Rewrite, list[Stream]]:
-    """Decide which of the streams that a LayerNorm is called on lose their means, and return them."""
-    reason = None
-    for stream in streams:
-        reason = reason or stream.writer_refused or stream.refused
-    state = FOLDED
-    if reason is not None:
-        streams = [s for s in streams if partly and s.refused is None and s.writes]
-        state = PARTLY if streams else REFUSED
-    return Rewrite(state, _names_of_writers(streams), reason), streams
 
 
 def _names_of_writers(streams: Collection[Stream]) -> tuple[str, ...]:

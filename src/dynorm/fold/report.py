@@ -6,7 +6,7 @@ from dynorm.plain import Plain, PlainRecord
 from dynorm.site import NormSite
 from dynorm.table import Table
 
-FOLDED, PARTLY, REFUSED = "folded", "partly folded", "refused"
+FOLDED, REFUSED = "folded", "refused"
 NOTHING, OFF = "nothing to fold", "off"
 _REWRITES = ("affine", "center")
 
@@ -16,9 +16,9 @@ class Rewrite:
     """The outcome of one rewrite at one site.
 
     Args:
-        state: "folded", "partly folded", "refused", "nothing to fold", or "off" if the caller did not want it.
+        state: "folded", "refused", "nothing to fold", or "off" if the caller did not want it.
         into: the parameters that took it over.
-        reason: why it, or a part of it, stays.
+        reason: why it stays.
 
     Example:
         >>> Rewrite("folded", ("q.weight", "k.weight")).into
@@ -117,6 +117,10 @@ class FoldReport(Plain):
         notes = [f"({number}) {reason}" for number, reason in enumerate(reasons, start=1)]
         return Table(["site", "norm", *wanted], rows, notes + self._notes(), self._title())
 
+    def summary(self) -> str:
+        """Return the report without its table."""
+        return "\n".join([self._title(), *self._notes()])
+
     def _notes(self) -> list[str]:
         notes = []
         if self.added_biases:
@@ -140,13 +144,10 @@ class FoldReport(Plain):
             parts.append(f"{removed} of {len(linear)} linear layers removed")
         for name, noun in (("affine", "affine maps"), ("center", "means")):
             folded = self.count(name)
-            partly = self.count(name, PARTLY)
             # An RMSNorm has no mean, and a norm that was folded before has no affine map.
-            possible = folded + partly + self.count(name, REFUSED)
+            possible = folded + self.count(name, REFUSED)
             if possible:
                 parts.append(f"{folded} of {possible} {noun} folded")
-            if partly:
-                parts.append(f"{partly} more partly")
         return ", ".join(parts) or "no affine map or mean to fold"
 
     def __str__(self) -> str:

@@ -51,6 +51,33 @@ def as_stock(
         L. Baroni et al., "Transformers Don't Need LayerNorm at Inference Time", arXiv 2507.02559,
         with 1e12 and 1e6.
     """
+    config, eps_names = stock_config(model)
+    identities = _identities(model)
+    like = next(model.parameters())
+    args, kwargs = example_arguments(model, args, kwargs)
+    before = Check(model, [(args, kwargs)], tolerance)
+    vars(config).update(dict.fromkeys(eps_names, _EPS))
+    stock: nn.Module = type(model)(config).to(like.device, like.dtype).eval()
+    stock.load_state_dict(stock.state_dict() | model.state_dict())
+    if "generation_config" in vars(model):
+        stock.__dict__["generation_config"] = copy.deepcopy(vars(model)["generation_config"])
+    for path in identities:
+        _make_identity_(stock.get_submodule(path))
+    error = max(before.errors(stock))
+    if not error <= before.tolerance:
+        raise ModelError(
+            f"all norms of {type(model).__name__} must be gone, because one large eps serves all, "
+            f"but with it the outputs differ by {error:.1e}: fold the others too, or save the model "
+            "with dynorm.save"
+        )
+    return stock
+
+
+def stock_config(model: nn.Module) -> tuple[object, list[str]]:
+    """Return a copy of a model's config, and the names of its eps.
+
+    A model whose class can never hold it without norms is refused, in any state.
+    """
     require_plain_model(model)
     config: object = copy.deepcopy(getattr(model, "config", None))
     eps_names = []
@@ -62,34 +89,15 @@ def as_stock(
             f"the model must have a config with the eps of its norms, but {type(model).__name__} "
             "has none: pass a model of transformers, or save this one with dynorm.save"
         )
-    # A config that names layers builds no norms.
-    vars(config).pop("quantization_config", None)
-    _require_no_layernorm(model, config)
-    identities = _identities(model)
-    like = next(model.parameters())
-    if like.dtype is torch.float16:
+    if next(model.parameters()).dtype is torch.float16:
         raise ModelError(
             "the model must have numbers up to 2^40, but is in float16: cast it to bfloat16 or "
             "float32"
         )
-    args, kwargs = example_arguments(model, args, kwargs)
-    before = Check(model, [(args, kwargs)], tolerance)
-    vars(config).update(dict.fromkeys(eps_names, _EPS))
-    stock: nn.Module = type(model)(config).to(like.device, like.dtype).eval()
-    stock.load_state_dict(stock.state_dict() | model.state_dict())
-    if "generation_config" in vars(model):
-        stock.__dict__["generation_config"] = copy.deepcopy(vars(model)["generation_config"])
-    _require_no_other_norm(stock, identities)
-    for path in identities:
-        _make_identity_(stock.get_submodule(path))
-    error = max(before.errors(stock))
-    if not error <= before.tolerance:
-        raise ModelError(
-            f"the norms of {type(model).__name__} must compute the identity with a large eps, but "
-            f"the outputs differ by {error:.1e} (T5 ties weights again, for one): save the model "
-            "with dynorm.save"
-        )
-    return stock
+    # A config that names layers builds no norms.
+    vars(config).pop("quantization_config", None)
+    _require_no_layernorm(model, config)
+    return config, eps_names
 
 
 def _require_no_layernorm(model: nn.Module, config: object) -> None:
@@ -117,12 +125,12 @@ def _identities(model: nn.Module) -> list[str]:
             paths.append(path)
         elif is_ours(module):
             layers.append(path)
-    must = "every norm of the model must be converted to 'linear' and folded away by fold_, but"
-    if layers:
-        count = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
+    if layers or not paths:
         raise ModelError(
-            f"{must} it still has {count} of dynorm ({listed(layers)}): the report of fold_ has "
-            "the reason; or save the model with dynorm.save, and import dynorm to load it"
+            "every norm of the model must be converted to 'linear' and folded away by fold_, but "
+            f"{len(paths)} are, and {len(layers)} layers are still there ({listed(layers)}): the "
+            "report of fold_ has the reason; or save the model with dynorm.save, and import dynorm "
+            "to load it"
         )
     biases = edits_of(model).biases
     if biases:
@@ -131,23 +139,7 @@ def _identities(model: nn.Module) -> list[str]:
             f"biases to {listed(biases)}: fold the converted model with add_bias=False, or save "
             "this one with dynorm.save"
         )
-    if not paths:
-        raise ModelError(
-            f"{must} none is: call dynorm.convert_(model, sites, to='linear', center=False), "
-            "dynorm.calibrate_ and dynorm.fold_ first"
-        )
     return paths
-
-
-def _require_no_other_norm(stock: nn.Module, identities: list[str]) -> None:
-    """Check that all norms of the class are to be identities, because one eps serves all."""
-    kinds = {type(stock.get_submodule(path)) for path in identities}
-    for path, module in stock.named_modules():
-        if type(module) in kinds and path not in identities:
-            raise ModelError(
-                f"all norms of the model must be gone, because one eps serves all, but {path!r} is "
-                "still there: convert and fold it too, or save the model with dynorm.save"
-            )
 
 
 @torch.no_grad()

@@ -75,9 +75,8 @@ class Stream:
     def __init__(self, start: Node, axis: int, folds: Sequence[SiteFold]) -> None:
         self.values: dict[Node, int] = {}  # with the channel axis
         self.writes: list[Write] = []
-        # Why no writer can lose its mean, and why some writer keeps it; as words of a message.
+        # Why its mean must stay, as words of a message.
         self.refused: str | None = None
-        self.writer_refused: str | None = None
         self._folds = folds
         self._todo = [(start, axis)]
         while self._todo:
@@ -100,10 +99,6 @@ class Stream:
     def _refuse(self, reason: str) -> None:
         if self.refused is None:
             self.refused = reason
-
-    def _refuse_writer(self, reason: str) -> None:
-        if self.writer_refused is None:
-            self.writer_refused = reason
 
     def _follow_back(self, value: Node, axis: int) -> None:
         """Follow a value to the values that it is made of."""
@@ -128,13 +123,13 @@ class Stream:
         if written:
             self.writes += written
         elif op.op == "placeholder":
-            self._refuse_writer(f"written by {op.name}, which the model is given")
+            self._refuse(f"written by {op.name}, which the model is given")
         elif norm_index(op) is not None:
-            self._refuse_writer(
+            self._refuse(
                 f"written by {where(op)}, whose weight and bias give it a mean again (post-norm)"
             )
         elif packet(op) not in _ZEROS:
-            self._refuse_writer(f"written by {where(op)}, which is not linear")
+            self._refuse(f"written by {where(op)}, which is not linear")
 
     def _follow_parts(self, value: Node, axis: int, parts: object) -> None:
         """Follow a sum to its terms, or a concatenation of tokens to its parts."""
@@ -147,7 +142,7 @@ class Stream:
             if at >= 0 and shape(part)[at] == shape(value)[axis]:
                 self._todo.append((part, at))
             else:
-                self._refuse_writer(f"written by {place}, in parts or one number for all channels")
+                self._refuse(f"written by {place}, in parts or one number for all channels")
 
     def _follow_on(self, user: Node, value: Node, axis: int) -> None:
         """Follow a value to one of its uses."""

@@ -93,7 +93,7 @@ class Graph:
             norm.__dict__["forward"] = _hidden_norm(number)
         try:
             with catch_warnings(action="ignore"):
-                program = _exported(_Flat(model, example))
+                program = exported(Flat(model, example))
         except DynormError:
             raise
         # torch.export raises many kinds of errors, and passes on those of the model's code.
@@ -157,7 +157,7 @@ def _owners(model: nn.Module) -> Owners:
     return owners
 
 
-def _exported(flat: "_Flat") -> "ExportedProgram":
+def exported(flat: "Flat") -> "ExportedProgram":
     """Trace a model without strict mode, with functional operators; linear operators stay whole."""
     # This import loads sympy, which importing dynorm must not do.
     import torch.export
@@ -243,7 +243,7 @@ def _is_strided(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-class _Flat(nn.Module):
+class Flat(nn.Module):
     """A model that takes and returns plain tensors, because no exporter knows all classes."""
 
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
@@ -254,6 +254,7 @@ class _Flat(nn.Module):
         self.eval()
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors in the model's output, with these in the place of its inputs'."""
         by_id = {id(held): tensor for held, tensor in zip(self.tensors, tensors, strict=True)}
         args, kwargs = mapped(self.inputs, lambda tensor: by_id[id(tensor)])
         return tuple(tensors_in(self.model(*args, **kwargs)))

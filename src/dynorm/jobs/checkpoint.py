@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,18 +16,13 @@ from dynorm.recipe import KINDS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
 
 def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float32") -> Pretrained:
     """Load a transformers model with its tokenizer or processor.
 
-    The network is used only for a name on the hub that is not in its cache.
-
     Args:
-        source: a folder written by ``save_pretrained``, a ``.gguf`` file, whose weights are
-            dequantized, or the name of a model on the hub, with "@revision" if it is not the main
-            one.
+        source: a folder written by ``save_pretrained``, or a ``.gguf`` file, whose weights are
+            dequantized.
         device: the device of the model.
         dtype: the dtype of the weights, such as "float32" or "bfloat16", or "auto" for that of the
             checkpoint. In 16 bits, small steps of a distillation are rounded away.
@@ -50,36 +44,6 @@ def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float
         dynorm.errors.StorageError: the model must be a folder with a config.json, but /nowhere ...
     """
     return Checkpoint(source, device, dtype).load()
-
-
-def local_source(source: str | Path) -> Path:
-    """Return the folder or file of a model, downloaded if the source is a name on the hub.
-
-    A name is a string, not a Path. It may end in "@revision". With HF_HUB_OFFLINE=1 only the cache
-    of the hub is read.
-    """
-    if isinstance(source, Path) or Path(source).exists():
-        return Path(source)
-    name, _, revision = source.partition("@")
-    if not _HUB_NAME.fullmatch(name):
-        return Path(source)
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name, revision=revision or None))
-    # The library has many errors: a missing repository, a missing network and others.
-    except Exception as error:
-        # Its messages have several lines.
-        reason = " ".join(str(error).split())
-        folder = Path(name).name
-        option = f" --revision {revision}" if revision else ""
-        raise StorageError(
-            "the model must be a folder with a config.json, a .gguf file, or a model on the hub "
-            f"within reach, but {source} is not here, and could not be downloaded: set "
-            "HF_HUB_OFFLINE=0 where there is a network, or run "
-            f"`hf download {name}{option} --local-dir {folder}` there, and give {folder} "
-            f"({reason:.300})"
-        ) from error
 
 
 def model_name(source: Path) -> str:
@@ -121,7 +85,7 @@ class Checkpoint:
         import transformers
 
         require_place(device, dtype)
-        self.source = local_source(path)
+        self.source = Path(path)
         self.device = device
         self.dtype = dtype
         self.gguf = self.source.suffix == ".gguf" and self.source.is_file()
@@ -159,7 +123,9 @@ class Checkpoint:
             require_library("gguf", "reading a GGUF file", "gguf")
         elif not (source / "config.json").is_file():
             reason = "has none" if source.exists() else "does not exist"
-            wanted = "a folder written by save_pretrained, a .gguf file, or the name of a model on the hub"
+            wanted = (
+                "a folder written by save_pretrained, which `hf download` fetches, or a .gguf file"
+            )
             if (source / "model").is_dir():
                 wanted = str(source / "model")
             raise StorageError(

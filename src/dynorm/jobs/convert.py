@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import Unpack
 
 from dynorm.errors import ArgumentError, require_library
-from dynorm.jobs.checkpoint import local_source
+from dynorm.fold.stock import as_stock
 from dynorm.jobs.inputs import ShuffledBatches
 from dynorm.jobs.job import JobOptions, load_job
 from dynorm.jobs.stages import Data, Say, convert_in_stages_, silent
 from dynorm.jobs.write import RECIPE, require_output, write_out
 from dynorm.recipe import Recipe
 from dynorm.report import ModelReport
-
-# The blocks of a language model in a batch of the calibration: witnesses are chosen again after 1,
-# 2, 4 and 8 batches, and batches must be left after that.
-_CALIBRATION_BLOCKS = 2
 
 
 def convert_pretrained(
@@ -31,7 +27,7 @@ def convert_pretrained(
 ) -> ModelReport:
     """Convert a pretrained model and save it, with its report on held-out samples, in a folder.
 
-    ``source`` is a folder, a GGUF file, or the name of a model on the hub. The folder ``out`` gets
+    ``source`` is a folder or a GGUF file. The folder ``out`` gets
     ``model`` (loadable), ``report.json``, ``report.html`` and ``recipe.json``. It appears as a whole
     when all is done: an error leaves nothing behind. ``say`` is called with a line about each stage.
     """
@@ -39,7 +35,7 @@ def convert_pretrained(
     out = Path(out)
     recipe.check()
     _require_one_process()
-    source = local_source(source)
+    source = Path(source)
     require_library("matplotlib", "the report's pictures")
     if recipe.steps != 0:
         require_library("accelerate", "distillation (or --steps 0)")
@@ -58,14 +54,15 @@ def convert_pretrained(
     assert recipe.calibration is not None
     inputs = job.inputs
     say(str(recipe))
-    size = _CALIBRATION_BLOCKS if job.pretrained.language_model else None
     data = Data(
-        calibration=job.batches(inputs.fit[: recipe.calibration], recipe.seed, size),
+        calibration=job.batches(inputs.fit[: recipe.calibration], recipe.seed),
         training=ShuffledBatches(inputs.batches, inputs.fit, recipe.batch, recipe.seed),
         held_out=job.batches(inputs.held_out),
         compared=job.batches(inputs.held_out[: 4 * recipe.batch]),
     )
     report = convert_in_stages_(model, data, recipe, job.meta, say)
+    if recipe.stock:
+        model = as_stock(model, data.compared[0])
     stages = report.meta["stages"]
     stages["calibrate"]["samples"] = min(recipe.calibration, len(inputs.fit))
     if report.output.worst is not None:

@@ -25,9 +25,10 @@ def convert_model(
 
     It is :func:`find_norms`, :func:`convert_`, :func:`calibrate_`, :func:`distill_` and
     :func:`measure`. Before them, the means of LayerNorms are folded into the weights, unless
-    ``fold_means=False`` leaves them. After calibration and distillation the outputs for the first
-    two batches to measure on are compared with the original's. If one of them fails, the model is
-    restored.
+    ``fold_means=False`` leaves them. With ``to="none"``, :func:`fold_` takes the layers out in the
+    end, and the report has the error of a decoder's logits as a sum of parts. After each stage the
+    outputs for the first two batches to measure on are compared with the original's. If one of them
+    fails, the model is restored.
 
     Args:
         model: any module that is neither compiled nor wrapped, with all its norms.

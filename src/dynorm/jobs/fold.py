@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold import FoldReport, fold_
-from dynorm.jobs.checkpoint import Checkpoint, local_source, model_name
+from dynorm.jobs.checkpoint import Checkpoint, model_name
 from dynorm.jobs.write import require_output, write_out
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def fold_pretrained(
     """
     import transformers
 
-    folder = local_source(folder)
+    folder = Path(folder)
     out = Path(out)
     require_output(folder, out, overwrite=overwrite)
     checkpoint = Checkpoint(folder, dtype="auto")

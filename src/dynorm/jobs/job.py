@@ -90,11 +90,9 @@ class Job:
     inputs: Inputs
     name: str
 
-    def batches(
-        self, samples: Sequence[object], seed: int | None = None, size: int | None = None
-    ) -> Batches:
-        """Return batches of samples, by default of the recipe's size."""
-        return self.inputs.batches(samples, size or self.recipe.batch, seed)
+    def batches(self, samples: Sequence[object], seed: int | None = None) -> Batches:
+        """Return batches of samples."""
+        return self.inputs.batches(samples, self.recipe.batch, seed)
 
     @property
     def meta(self) -> JsonObject:

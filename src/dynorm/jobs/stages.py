@@ -16,10 +16,11 @@ from dynorm.batches import Batch
 from dynorm.errors import ModelError
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_
-from dynorm.fold import fold_means_
+from dynorm.fold import attribution, fold_lines_, fold_means_
+from dynorm.fold.stock import as_stock, stock_config
 from dynorm.guard import edited_parts, unchanged_on_error
 from dynorm.plain import JsonObject
-from dynorm.recipe import Recipe
+from dynorm.recipe import LANGUAGE, Recipe, defaults_of
 from dynorm.replace import convert_
 from dynorm.replace.options import chosen_options
 from dynorm.report import ModelReport, measure, words
@@ -51,6 +52,8 @@ def convert_in_stages_(
     After each stage the outputs for a few held-out batches are compared with the original's. After
     an error the model is as it was before.
     """
+    if recipe.stock:
+        stock_config(model)
     batch = data.calibration[len(data.calibration) // 2]
     sites = sites_of_original = find_norms(model, batch)
     original = _copied(model)
@@ -58,27 +61,41 @@ def convert_in_stages_(
     with _restored_on_error(model, original):
         if recipe.fold_means:
             chosen = chosen_options(sites, recipe.options_by_glob())
-            sites, means = fold_means_(model, sites, chosen, batch, data.calibration)
+            means = fold_means_(model, sites, chosen, batch, data.calibration)
             if means is not None:
-                say(str(means))
+                sites = means.norms
+                say(means.summary())
                 course.details["fold_means"] = means.to_dict()
         converted = convert_(
             model,
             sites,
-            recipe.to,
+            recipe.layers,
             per_channel=recipe.per_channel,
             center=recipe.center,
             witnesses=recipe.witnesses,
         )
         say(converted.summary())
-        course.details["refused"] = [site.to_dict() for site in converted.refused]
-        course.details["skipped"] = [site.path for site in converted.skipped]
         course.run("calibrate", calibrate_, data.calibration)
         ways = words.ways_on(bool(recipe.steps), bool(recipe.witnesses))
         say(f"To lose less: {ways}.")
+        if recipe.removes_norms and recipe.steps:
+            _try_to_fold(model, batch, recipe, say)
         if recipe.steps:
-            options = _distillation_options(recipe, original, say)
-            course.run("distill", distill_, data.training, **options)
+            # It imports transformers.
+            from dynorm.jobs.progress import Progress
+
+            course.run(
+                "distill",
+                distill_,
+                data.training,
+                teacher=original,
+                steps=recipe.steps,
+                lr=recipe.lr,
+                seed=recipe.seed,
+                bf16=recipe.bf16,
+                checkpoints=recipe.checkpoints,
+                callbacks=[Progress(say)],
+            )
         begun = time.perf_counter()
         report = measure(
             model,
@@ -87,25 +104,22 @@ def convert_in_stages_(
             sites=sites_of_original,
             meta=meta | {"recipe": recipe.to_dict()},
         )
-    course.seconds["measure"] = round(time.perf_counter() - begun, 2)
+        course.seconds["measure"] = round(time.perf_counter() - begun, 2)
+        if recipe.removes_norms:
+            course.run("fold", fold_lines_, batch)
+            if defaults_of(model) is LANGUAGE:
+                course.details["fold"]["attribution"] = attribution(model, batch)
     report.meta["seconds"] = course.seconds
     report.meta["stages"] = course.details
     return report
 
 
-def _distillation_options(recipe: Recipe, original: nn.Module, say: Say) -> dict[str, Any]:
-    # It imports transformers.
-    from dynorm.jobs.progress import Progress
-
-    return {
-        "teacher": original,
-        "steps": recipe.steps,
-        "lr": recipe.lr,
-        "seed": recipe.seed,
-        "bf16": recipe.bf16,
-        "checkpoints": recipe.checkpoints,
-        "callbacks": [Progress(say)],
-    }
+def _try_to_fold(model: nn.Module, batch: Batch, recipe: Recipe, say: Say) -> None:
+    """Fold a copy before the long training, to name the lines that will stay, or to refuse them."""
+    trial = _copied(model)
+    say(f"The fold in the end, tried on a copy: {fold_lines_(trial, batch).summary()}")
+    if recipe.stock:
+        as_stock(trial, batch)
 
 
 class _Course:
@@ -121,9 +135,7 @@ class _Course:
         self._compared = compared
         self._say = say
 
-    def run(
-        self, name: str, verb: Callable[..., Any], batches: Iterable[Batch], **options: object
-    ) -> None:
+    def run(self, name: str, verb: Callable[..., Any], batches: Any, **options: object) -> None:
         """Call a verb, and compare the model's outputs with the original's after it."""
         begun = time.perf_counter()
         report = verb(self._model, batches, **options)

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dynorm.errors import ArgumentError, DataError
+from dynorm.errors import DataError
 
 # Characters of the shortest text, and the fewest texts that are split.
 _SHORTEST = 20
@@ -74,8 +74,6 @@ def split_texts(
     With fewer than twice ``held_out`` texts, a quarter is set aside. Returns the texts to fit on,
     and those held out.
     """
-    if held_out < 1:
-        raise ArgumentError(f"held_out must be at least 1, got {held_out}")
     if len(texts) < _FEWEST:
         raise DataError(
             f"{noun} must be at least {_FEWEST}, to hold some out (--held-out), got {len(texts)}: "

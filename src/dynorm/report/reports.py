@@ -128,6 +128,8 @@ class ModelReport(Report):
         if self.sites:
             depends = words.dependence(self.sites)
             sentences.append(f"{depends[0].upper()}{depends[1:]}.")
+        stages = self.meta.get("stages", {})
+        sentences.append(words.about_fold(stages.get("fold", {})))
         sentences.append(words.about_loss(self.output))
         sentences.append(words.about_worst(self.output, self.meta.get("worst_sample")))
         sentences.append(f"Next: {self._next_step()}.")

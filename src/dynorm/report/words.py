@@ -27,7 +27,7 @@ _NAMED = 3
 # With a spread of the tokens' sizes below this, a layer without witnesses loses little.
 _ALIKE = 0.2
 
-STAGES = {"calibrate": "without training", "distill": "distilled"}
+STAGES = {"calibrate": "without training", "distill": "distilled", "fold": "folded"}
 """How a model is called after each stage of a conversion, in their order."""
 
 FIGURES = {
@@ -127,6 +127,26 @@ def ways_on(is_distilled: bool, has_witnesses: bool) -> str:
         ways.append("give the layers a few named channels (witnesses=4, at most 16)")
     ways.append("keep the norms of the largest layer errors")
     return ", or ".join(ways)
+
+
+def about_fold(fold: Mapping[str, Any]) -> str:
+    """Return sentences about lines that were to be folded away, or "" without a fold."""
+    if not fold:
+        return ""
+    left = []
+    for site in fold["sites"]:
+        if site["kind"] == "linearcontrol" and not site["becomes"]:
+            left.append(site["path"])
+    words = "All lines are folded away into the weights."
+    if left:
+        words = f"Folded away into the weights, except {listed(left)}, which no fold can remove."
+    attribution = fold.get("attribution")
+    if attribution:
+        words += (
+            f" Each logit is the sum of {attribution['parts']} parts of the residual stream, with a "
+            f"relative error of {attribution['error']:.0e}."
+        )
+    return words
 
 
 def about_worst(output: OutputReport, text: str | None) -> str:
