@@ -23,7 +23,7 @@ from dynorm.wrappers import gathered
 _TOKENS = 256
 # An output is saturated beyond this share of its bound: for inputs beyond 3 sqrt(beta) of DyISRU.
 _SATURATION = 0.95
-# A constant follows its layer's inputs if it has at least this part of what they grew by.
+# A constant follows its layer's inputs if it grows by at least this share of their growth.
 _FOLLOWED = 0.25
 
 
