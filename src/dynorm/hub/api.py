@@ -86,7 +86,8 @@ def save(
 def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """Load a directory of :func:`save`, in eval mode, with bit-equal tensors.
 
-    The outputs are bit-equal too if the tensors of both models are aligned as torch aligns them.
+    A transformers model gets one dtype for all tensors, that of its config.json, as ``from_pretrained``
+    gives it. The outputs are bit-equal too if the tensors of both models are aligned as torch aligns them.
     Those of a model from transformers' ``from_pretrained`` are not, and torch may round its
     products with a single vector differently.
 

@@ -41,8 +41,8 @@ from dynorm.hub.transformers import ConfigReader
 '''
 CODE_ENTRY = {"AutoConfig": "modeling_dynorm.ConfigReader"}
 _AFFINE = ("weight", "bias")
-# Whether the running call of from_pretrained has a dtype argument; None outside of one.
-DTYPE_GIVEN: ContextVar[bool | None] = ContextVar("DTYPE_GIVEN", default=None)
+# Whether this is inside a call of from_pretrained.
+LOADING: ContextVar[bool] = ContextVar("LOADING", default=False)
 
 
 class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -57,8 +57,6 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         base: str = "",
         layers: object = None,
         biases: object = None,
-        model_dtype: str = "",
-        dtypes: Any = None,  # by name of a tensor, if it differs from the model's
         format_version: int | None = None,
         dynorm_version: str | None = None,
         # Ignored, such as the keys that transformers adds.
@@ -70,16 +68,10 @@ class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.base = base
         self.layers = layers or []
         self.biases = biases or []
-        self.model_dtype = model_dtype
-        self.dtypes = dtypes or {}
         where = "the quantization_config"
         contents.require_version(vars(self), where)
         contents.read_names(vars(self), "biases", where)
         self.specs = contents.read_layers(self.layers, where)
-        if not isinstance(self.dtypes, dict) or not all(map(_dtype, self.dtypes.values())):
-            raise StorageError(
-                f"the dtypes in {where} must be dtypes by name of a tensor, got {self.dtypes!s:.80}"
-            )
 
     def to_dict(self) -> JsonObject:
         """Return the values for JSON."""
@@ -131,14 +123,6 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
             found = place(path)
             if found is not None:
                 give_bias_(modules, found)
-        # If the caller asks for a dtype, or the model gets another one than it had, it is for all.
-        if not DTYPE_GIVEN.get() and _dtype(config.model_dtype) == model.dtype:
-            for name, dtype in config.dtypes.items():
-                path, _, leaf = name.rpartition(".")
-                module = modules.get(place(path) or "")
-                tensor = getattr(module, leaf, None)
-                if tensor is not None:
-                    tensor.data = tensor.data.to(_dtype(dtype))
         _stand_in_(model)
         names = model.state_dict().keys()
         tied = model.all_tied_weights_keys
@@ -235,14 +219,6 @@ def _stand_in_(model: nn.Module) -> None:
                 empty._is_hf_initialized = True  # type: ignore[attr-defined]
                 # Read before the parameter that is None, and not in the state dict.
                 vars(layer)[name] = empty
-
-
-def _dtype(name: object) -> torch.dtype | None:
-    """Return the dtype of torch with this name, or None."""
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    return None
 
 
 register()

@@ -12,7 +12,6 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
@@ -25,7 +24,7 @@ from dynorm.hub import contents, quantizer
 from dynorm.hub.quantizer import (
     CODE,
     CODE_FILE,
-    DTYPE_GIVEN,
+    LOADING,
     METHOD,
     DynormConfig,
     added_keys,
@@ -33,7 +32,7 @@ from dynorm.hub.quantizer import (
 )
 from dynorm.replace.converted import is_ours
 from dynorm.replace.edits import is_changed
-from dynorm.wrappers import plain_modules, plain_name, plain_state
+from dynorm.wrappers import plain_name, plain_state
 
 CONFIG = "config.json"
 
@@ -92,12 +91,11 @@ def _checked(from_pretrained: Any) -> Any:
     def checked_from_pretrained(
         cls: object, *args: object, output_loading_info: bool = False, **kwargs: object
     ) -> Any:
-        asked = [kwargs.get(name) for name in ("dtype", "torch_dtype")]
-        token = DTYPE_GIVEN.set(any(dtype not in (None, "auto") for dtype in asked))
+        token = LOADING.set(True)
         try:
             model, info = from_pretrained(cls, *args, output_loading_info=True, **kwargs)
         finally:
-            DTYPE_GIVEN.reset(token)
+            LOADING.reset(token)
         _require_all_layers(model, info["missing_keys"], info["unexpected_keys"])
         return (model, info) if output_loading_info else model
 
@@ -111,7 +109,7 @@ def _refusing(build: Any) -> Any:
     @wraps(build)
     def refusing_init(self: Any, config: Any, *args: object, **kwargs: object) -> None:
         # from_pretrained builds a model in the same way, and then gives it the layers.
-        if DTYPE_GIVEN.get() is None and _method(config) == METHOD:
+        if not LOADING.get() and _method(config) == METHOD:
             raise ModelError(
                 "the config must not name point-wise layers to build a new model from, because "
                 f"{type(self).__name__} would have norms in their place: call from_pretrained, or "
@@ -254,33 +252,13 @@ def config_of(model: PreTrainedModel, changes: contents.Contents) -> DynormConfi
                 "to be saved as a transformers model, a layer must have one path, but one has "
                 f"{listed(spec.paths)}: give each a copy of the norm before the conversion"
             )
-    dtypes: dict[str, str] = {}
-    for path, module in plain_modules(model, remove_duplicate=False).items():
-        for name, dtype in _other_dtypes(module, model.dtype).items():
-            dtypes[f"{path}.{name}".lstrip(".")] = dtype
     return DynormConfig(
         base=base_prefix(model),
         layers=[spec.to_dict() for spec in changes.layers],
         biases=changes.biases,
-        model_dtype=str(model.dtype).removeprefix("torch."),
-        dtypes=dtypes,
         format_version=contents.FORMAT_VERSION,
         dynorm_version=version.__version__,
     )
-
-
-def _other_dtypes(module: nn.Module, dtype: torch.dtype) -> dict[str, str]:
-    """Return the dtypes of a module's own floating point tensors that a load would change, by name.
-
-    A load gives ``dtype`` to those in the checkpoint. The others are computed, mostly in float32.
-    """
-    dtypes: dict[str, str] = {}
-    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        is_computed = name in module._non_persistent_buffers_set
-        usual = torch.float32 if is_computed else dtype
-        if tensor is not None and tensor.is_floating_point() and tensor.dtype != usual:
-            dtypes[name] = str(tensor.dtype).removeprefix("torch.")
-    return dtypes
 
 
 @contextmanager
