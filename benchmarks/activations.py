@@ -91,8 +91,8 @@ def main() -> None:
         "models": {},
     }
     for name, (package, samples) in MODELS.items():
-        recipe = Recipe(max_length=LENGTH)
-        report = inspect_pretrained(folder(package), recipe, samples=samples)
+        recipe = Recipe(max_length=LENGTH, held_out=samples)
+        report = inspect_pretrained(folder(package), recipe)
         print(report, end="\n\n")
         document["models"][name] = report.to_dict()
         save_picture(report, ROOT / "docs" / "images" / f"inspection-{name}.png")
