@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
@@ -90,12 +91,13 @@ class Recorder:
     def __init__(self) -> None:
         self.products: list[torch.fx.Node] = []
 
-    def __call__(self, module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    def __call__(self, module: torch.fx.GraphModule, example: Any) -> Callable[..., Any]:
         FuseProducts()(module.graph)
         module.graph.lint()
         module.recompile()
         self.products += module.graph.find_nodes(op="call_function", target=OP)
-        return module.forward
+        runs: Callable[..., Any] = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph))
+        return runs(module, example)
 
     @property
     def keep_total(self) -> list[Any]:
@@ -112,6 +114,26 @@ def compare(model: nn.Module, *args: Tensor | None, **inputs: Tensor) -> Recorde
         found = torch.compile(model, backend=recorder, fullgraph=True)(*args, **inputs)
     # A model returns its last hidden state first; a stack only this.
     assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    return recorder
+
+
+def compare_gradients(model: nn.Module, *args: Tensor, **inputs: Tensor) -> Recorder:
+    """Compare the gradients of a model with its own after the pass."""
+    torch._dynamo.reset()
+    recorder = Recorder()
+    gradients = []
+    for run in (model, torch.compile(model, backend=recorder, fullgraph=True)):
+        model.zero_grad()
+        outputs = run(*args, **inputs)
+        # Of the sum too, where a block returns it.
+        tensors = (
+            [t for t in outputs if isinstance(t, Tensor)] if isinstance(outputs, tuple) else []
+        )
+        sum(tensor.square().sum() for tensor in tensors or [outputs[0]]).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        size = 0.0 if expected is None else float(expected.abs().max())
+        assert_close(gradients[1][name], expected, rtol=1e-4, atol=1e-5 * max(1.0, size), msg=name)
     return recorder
 
 
@@ -138,6 +160,13 @@ def test_products_of_a_model_are_found(
     recorder = compare(model, **inputs)
     assert len(recorder.products) == fused
     assert sum(recorder.keep_total) == kept
+    trained = compare_gradients(model.double(), **_in_double(inputs))
+    # The backward pass reads every sum.
+    assert trained.keep_total == [True] * fused
+
+
+def _in_double(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
 
 
 @pytest.mark.parametrize("kind", ["pre", "post", "gated"])
@@ -206,16 +235,40 @@ def test_autocast_is_left() -> None:
     assert recorder.products == []
 
 
-def test_training_is_left() -> None:
-    block = Block(lambda y, x: y + x)
-    # Of the layer only: the product's result has no gradient.
-    block.linear.requires_grad_(False)
-    recorder = Recorder()
-    torch._dynamo.reset()
-    x = torch.randn(3, 16)
-    torch.compile(block, backend=recorder)(x)[0].sum().backward()
-    assert block.layer.log_beta.grad is not None
-    assert recorder.products == []
+@pytest.mark.parametrize("frozen", ["linear", "layer"])
+@pytest.mark.parametrize(
+    "between",
+    [lambda y, x: y, lambda y, x: y + x, lambda y, x: x + 2 * torch.ones(16, dtype=y.dtype) * y],
+)
+def test_gradients_of_a_block(between: Callable[[Tensor, Tensor], Any], frozen: str) -> None:
+    block = Block(between, center=True).double()
+    block.get_submodule(frozen).requires_grad_(False)
+    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    assert compare_gradients(block, x).keep_total == [True]
+
+
+class Residual(Block):
+    """A block that gives its residual to the layer."""
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the layer's output and the sum."""
+        return self.layer(self.linear(x), residual=x)
+
+
+def test_training_with_a_residual_of_the_layer() -> None:
+    block = Residual(lambda y, x: y).double()
+    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    assert compare_gradients(block, x).keep_total == [True]
+
+
+@pytest.mark.parametrize("between", [lambda y, x: (y + x).relu(), lambda y, x: torch.sub(y, x)])
+def test_training_of_forms_that_are_left(between: Callable[[Tensor, Tensor], Any]) -> None:
+    assert compare_gradients(Block(between), torch.randn(3, 5, 16)).products == []
+
+
+def test_layers_with_witnesses_are_left_in_training() -> None:
+    block = Block(lambda y, x: y + x, witnesses=2)
+    assert compare_gradients(block, torch.randn(3, 5, 16)).products == []
 
 
 def test_without_the_pass_a_compiler_takes_the_layer_apart() -> None:
@@ -238,6 +291,31 @@ def test_the_op_is_a_proper_operator() -> None:
     x, weight, constant = torch.randn(3, 8), torch.randn(16, 8), torch.ones(1)
     arguments = (x, weight, False, None, None, None, True, constant, None, None, None, None)
     torch.library.opcheck(OP, (*arguments, 0, True, 2.0))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_gradients_of_the_op(transposed: bool) -> None:
+    def tensor(*shape: int) -> Tensor:
+        return torch.rand(shape, dtype=torch.float64, requires_grad=True)
+
+    weight = tensor(3, 4) if transposed else tensor(4, 3)
+    inputs = (
+        tensor(2, 3),
+        weight,
+        tensor(4),
+        tensor(4),
+        tensor(2, 4),
+        tensor(1),
+        tensor(4),
+        tensor(4),
+    )
+
+    def op(*tensors: Tensor) -> Any:
+        x, weight, bias, factor, residual, constant, layer_weight, layer_bias = tensors
+        product = (x, weight, transposed, bias, factor, residual, True)
+        return OP(*product, constant, None, None, layer_weight, layer_bias, 0, True, 2.0)
+
+    assert torch.autograd.gradcheck(op, inputs)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")

@@ -10,23 +10,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F  # noqa: N812
 
-from dynorm.kernels import _triton
-from dynorm.kernels._form import FORM, NAMESPACE, TENSORS, Form
+from dynorm.kernels._form import NAMESPACE
+from dynorm.kernels._product import product_op
 from dynorm.kernels._traced import definition
 
-_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-# The total, (x @ weight.T + product_bias) * factor + residual, empty unless it is kept; then y.
-_library.define(
-    "product(Tensor x, Tensor weight_of_product, bool transposed, Tensor? product_bias, "
-    f"Tensor? factor, Tensor? residual, bool keep_total, {TENSORS}, {FORM}) -> (Tensor, Tensor)"
-)
-_op = getattr(torch.ops, NAMESPACE).product.default
+_pointwise = getattr(torch.ops, NAMESPACE).pointwise.default
 # An fx.Node, or a number in its place: the arguments of a node have no one type.
 Node = Any
 # Not ``+=``, which also changes what the tensor's other names see.
@@ -38,9 +32,9 @@ _CHANNELS = slice(-1, None)
 def compile_options(**options: Any) -> dict[str, Any]:
     """Return options for ``torch.compile`` by which layers run inside the product before them.
 
-    They are for inference (under ``torch.no_grad()``) in bfloat16 or float16 on a GPU, and for
-    layers without witnesses, whose values depend on their own channel. Everything else is compiled
-    as it is without them.
+    One kernel serves in bfloat16 or float16 on a GPU, and layers without witnesses, whose values
+    depend on their own channel. In training it is the forward pass, and backward passes are those
+    of the layer and of the product. Everything else is compiled as it is without the options.
 
     Args:
         **options: further options of Inductor.
@@ -63,11 +57,19 @@ class FuseProducts(CustomGraphPass):
         """Put the op in the place of every layer with a product before it."""
         for layer in graph.find_nodes(op="call_function", target=definition):
             total = _source(layer.args[0])
-            product = _product_in(total)
-            y = _value(layer)
-            # The op has no gradient, and its results lie in memory in the usual order.
-            if product is not None and y.is_contiguous() and not y.requires_grad:
-                _replace(graph, layer, total, product)
+            sums = _operands(total, total, _ADDITIONS)
+            # Without its kernels a layer is trained by its definition.
+            if not _value(layer).requires_grad:
+                _fuse(graph, layer, total, sums, layer.args[1:])
+        for call in graph.find_nodes(op="call_function", target=_pointwise):
+            x, residual, *parameters, token_constant = call.args[:8]
+            results = {node.args[1]: node for node in call.users}
+            total, sums = results.get(1), [(x, residual), (residual, x)]
+            if residual is None:
+                total = _source(x)
+                sums = _operands(total, total, _ADDITIONS)
+            if token_constant is None and total is not None and 0 in results:
+                _fuse(graph, results[0], total, sums, (*parameters, *call.args[8:]))
         # Something may have used a sum before its layer did.
         stable_topological_sort(graph)
 
@@ -87,12 +89,13 @@ class _Product(NamedTuple):
     residual: Node = None
 
 
-def _product_in(total: Node) -> _Product | None:
+def _product_in(total: Node, sums: Sequence[tuple[Node, Node]]) -> _Product | None:
     """Return the product that ``total`` is, with a factor for each channel and a residual if it has them.
 
-    The values on the way must be used nowhere else.
+    ``sums`` are the ways to read it as a sum of something and a residual. The values on the way
+    must be used nowhere else.
     """
-    for scaled, residual in _operands(total, total, _ADDITIONS):
+    for scaled, residual in sums:
         if residual is not None and not _is_like(residual, total):
             continue
         for end, factor in _operands(scaled, total, _FACTORS):
@@ -171,54 +174,35 @@ def _is_like(node: Node, other: Node, axes: slice = slice(None)) -> bool:
     return _has_dtype(node, other) and bool(_value(node).shape == _value(other).shape[axes])
 
 
-def _replace(graph: fx.Graph, layer: Node, total: Node, product: _Product) -> None:
-    """Put the op in the place of a layer, and of its input if something else uses that too.
+def _fuse(
+    graph: fx.Graph,
+    y: Node,
+    total: Node,
+    sums: Sequence[tuple[Node, Node]],
+    layer: Sequence[Node],
+) -> None:
+    """Put the op in the place of a layer whose input holds a product, if it does.
 
     The nodes that it replaces stay, unused, and compilers drop them.
+
+    Args:
+        graph: the graph.
+        y: the output of the layer.
+        total: its input.
+        sums: the ways to read the input as a sum.
+        layer: the arguments of the layer.
     """
-    is_kept = len(total.users) > 1
-    with graph.inserting_before(layer):
-        op = graph.call_function(_op, (*product, is_kept, *layer.args[1:]))
-        new_total, y = [graph.call_function(operator.getitem, (op, place)) for place in range(2)]
-    for old, new in ((layer, y), (total, new_total)):
+    found = _product_in(total, sums)
+    # The results of the op lie in memory in the usual order.
+    if found is None or not _value(y).is_contiguous():
+        return
+    # The gradient of a layer is computed from its input.
+    is_kept = len(total.users) > 1 or _value(y).requires_grad
+    with graph.inserting_before(y):
+        op = graph.call_function(product_op, (*found, is_kept, *layer))
+        new_total, new_y = [graph.call_function(operator.getitem, (op, place)) for place in (0, 1)]
+    for old, new in ((y, new_y), (total, new_total)):
         new.meta["example_value"] = old.meta["example_value"]
-    layer.replace_all_uses_with(y)
+    y.replace_all_uses_with(new_y)
     if is_kept:
         total.replace_all_uses_with(new_total)
-
-
-def _compute(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return the results of the op: by one kernel on a GPU, else by a product, a sum and the layer."""
-    x, weight, transposed, product_bias, factor, residual, keep_total, *layer = arguments
-    total, y = _empty(*arguments)
-    if x.is_cuda and _triton.available():
-        from dynorm.kernels import _triton_product
-
-        x = x.contiguous()
-        residual = None if residual is None else residual.contiguous()
-        if _triton_product.can_multiply(x, weight, residual):
-            kept = total if keep_total else None
-            others = (product_bias, factor, residual)
-            _triton_product.product(
-                x, weight, transposed, others, layer[:5], Form(*layer[5:]), kept, y
-            )
-            return total, y
-    result = F.linear(x, weight.t() if transposed else weight, product_bias)
-    if factor is not None:
-        result = result * factor
-    if residual is not None:
-        result = result.view(residual.shape) + residual
-    if keep_total:
-        total.copy_(result)
-    return total, y.copy_(definition(result, *layer))
-
-
-def _empty(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return empty results, by which compilers know their shapes."""
-    x, weight, transposed, _, _, residual, keep_total = arguments[:7]
-    shape = (*x.shape[:-1], weight.shape[int(transposed)]) if residual is None else residual.shape
-    return x.new_empty(shape if keep_total else 0), x.new_empty(shape)
-
-
-_library.impl("product", _compute, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::product", _empty, lib=_library)
