@@ -135,7 +135,7 @@ build/debian-descriptions.txt:
 	apt-get update -qq -o Dir::State::lists="$(CURDIR)/build/apt" -o Acquire::Languages=en
 	/usr/lib/apt/apt-helper cat-file build/apt/*_main_i18n_Translation-en* > $@
 
-UNTRAINED = $(BIN)/dynorm convert "$$($(BIN)/python tools/demo_model.py)" build/untrained --name all-MiniLM-L6-v2 --steps 0 --refine 0 --overwrite
+UNTRAINED = $(BIN)/dynorm convert "$$($(BIN)/python tools/demo_model.py)" build/untrained --name all-MiniLM-L6-v2 --steps 0 --overwrite
 
 # The figures of README.md and docs/: what three models lose without training and distilled, what an encoder loses at
 # retrieval, and what compile, export and ONNX make of converted models. Hours on 2 cores; rows that
