@@ -119,7 +119,7 @@ def convert_small_model() -> None:
     def load() -> nn.Module:
         return copy.deepcopy(original)
 
-    model = convert(load, batches, steps=20, witnesses=2, lr=3e-4)
+    model = convert(load, batches, steps=20, witnesses=2)
     if model is None:
         return
     divergence = dynorm.measure(model, batches, original=original).output.kl

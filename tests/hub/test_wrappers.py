@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import dynorm
 from dynorm.errors import ModelError
@@ -185,3 +186,11 @@ def test_names_without_wrappers() -> None:
 def test_parts_whose_names_a_model_may_have_too_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"'blocks\.0'.*DataParallel"):
         dynorm.save(wrap_blocks(converted(), nn.DataParallel), tmp_path / "model")
+
+
+def test_a_sharded_model_is_not_saved(tmp_path: Path) -> None:
+    sharded = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(sharded)
+    sharded._modules["_fsdp_wrapped_module"] = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match="FSDP"):
+        dynorm.save(sharded, tmp_path / "model")

@@ -57,6 +57,31 @@ def test_logits_are_the_sum_of_their_parts(name: str, count: int) -> None:
     assert found["error"] < 1e-5
 
 
+class Biased(nn.Module):
+    """A stream with a bias for all tokens, and a number."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.bias = nn.Parameter(torch.rand(4))
+        self.head = nn.Linear(4, 8)
+        self.number = number
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the logits."""
+        x = self.embed(input_ids) + self.bias
+        return self.head(x + self.number if self.number else x)
+
+
+def test_a_bias_is_a_part_of_the_logits_and_a_number_is_not() -> None:
+    given = {"input_ids": torch.arange(6).reshape(2, 3)}
+    found = attribution(Biased(0.0), given)
+    assert found is not None
+    assert found["parts"] == 2
+    assert found["error"] < 1e-5
+    assert attribution(Biased(1.0), given) is None
+
+
 def test_logits_behind_a_norm_or_a_softcap_are_no_sum() -> None:
     for name in ("llama", "gemma2"):
         model = build(name).float()

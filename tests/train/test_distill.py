@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 import dynorm
 from dynorm.errors import ArgumentError, CalibrationWarning, DataError, ModelError, StorageError
 from dynorm.train.distill import output_loss
-from dynorm.train.trainer import rate_factor
+from dynorm.train.trainer import rate_factor, relative_rates
 
 
 def batches() -> list[Tensor]:
@@ -127,6 +127,10 @@ def test_the_first_step_moves_each_weight_by_a_share_of_its_size() -> None:
     moved = (model[0].weight.detach() - weight).abs().max()
     assert float(moved / weight.square().mean().sqrt()) == pytest.approx(lr, rel=1e-2)
     assert float(model[0].bias.detach().abs().max()) == pytest.approx(0.06 * lr, rel=1e-2)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    zero = nn.Parameter(torch.zeros(2, 2))
+    module = nn.ParameterList([*frozen.parameters(), zero])
+    assert [group["lr"] for group in relative_rates(module, 1.0)] == [0.06]
 
 
 def test_frozen_weights_stay_as_they_are() -> None:

@@ -27,7 +27,7 @@ def attribution(model: nn.Module, batch: Batch) -> JsonObject | None:
         and the relative ``error`` of their sum. None if the logits are not a linear map of a sum,
         as with a norm before the head.
     """
-    example = mapped(arguments(model, batch), lambda tensor: tensor[:1])
+    example = mapped(arguments(model, batch), lambda tensor: tensor[:1] if tensor.ndim else tensor)
     with undisturbed(model, example, evaluate=True, attributes=True):
         flat = Flat(model, example)
         with catch_warnings(action="ignore"):
@@ -48,8 +48,11 @@ def attribution(model: nn.Module, batch: Batch) -> JsonObject | None:
     if product.bias is not None:
         total = run.env[product.bias].float()
     for part in parts:
-        # One sample: (tokens, C).
-        total = total + linear(run.env[part].flatten(0, -2).float(), weight)
+        values = run.env[part].float()
+        # One sample: (tokens, C). A bias, (C), has no tokens.
+        if values.ndim > 1:
+            values = values.flatten(0, -2)
+        total = total + linear(values, weight)
     logits = run.env[head].flatten(0, -2).float()
     return {"parts": len(parts), "error": relative_error([total], [logits])}
 
@@ -57,12 +60,12 @@ def attribution(model: nn.Module, batch: Batch) -> JsonObject | None:
 def _terms(value: Node) -> list[Node]:
     """Return the values whose sum a value is."""
     value = _unmoved(value)
-    if packet(value) != "aten.add" or value.kwargs:
+    # A number is no part of its own.
+    if packet(value) != "aten.add" or value.kwargs or not all(map(is_tensor, value.args)):
         return [value]
     terms = []
     for term in value.args:
-        if is_tensor(term):
-            terms += _terms(term)
+        terms += _terms(term)
     return terms
 
 

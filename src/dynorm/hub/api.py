@@ -16,9 +16,10 @@ from dynorm.guard import require_plain_model
 from dynorm.hub.contents import contents_of
 from dynorm.hub.plain import CONFIG, read_plain, write_plain
 from dynorm.replace.converted import warn_of_defaults
-from dynorm.wrappers import unwrapped
+from dynorm.wrappers import torch_classes, unwrapped
 
 _TRANSFORMERS_CONFIG = "config.json"
+_SHARDING = {"FullyShardedDataParallel", "DeepSpeedEngine"}
 MODELING = "transformers.modeling_utils"
 
 
@@ -68,6 +69,10 @@ def save(
         ...     sorted(path.name for path in (Path(parent) / "model").iterdir())
         ['dynorm.json', 'model.safetensors']
     """
+    for module in model.modules():
+        # Inside are shards.
+        if not _SHARDING.isdisjoint(torch_classes(module)):
+            require_plain_model(module)
     model = unwrapped(model)
     require_plain_model(model, compiled=True)
     contents = contents_of(model)

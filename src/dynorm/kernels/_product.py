@@ -97,10 +97,12 @@ def _compute(*arguments: Any) -> tuple[Tensor, Tensor]:
         from dynorm.kernels import _triton_product
 
         x = x.contiguous()
-        residual = None if residual is None else residual.contiguous()
+        others = []
+        for tensor in (product_bias, factor, residual):
+            others.append(None if tensor is None else tensor.contiguous())
+        residual = others[-1]
         if _triton_product.can_multiply(x, weight, residual):
             kept = total if keep_total else None
-            others = (product_bias, factor, residual)
             _triton_product.product(
                 x, weight, transposed, others, layer[:5], Form(*layer[5:]), kept, y
             )

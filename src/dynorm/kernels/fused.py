@@ -32,9 +32,10 @@ _CHANNELS = slice(-1, None)
 def compile_options(**options: Any) -> dict[str, Any]:
     """Return options for ``torch.compile`` by which layers run inside the product before them.
 
-    One kernel serves in bfloat16 or float16 on a GPU, and layers without witnesses, whose values
-    depend on their own channel. In training it is the forward pass, and backward passes are those
-    of the layer and of the product. Everything else is compiled as it is without the options.
+    They are for models in bfloat16 or float16 on a GPU, and layers without witnesses, whose values
+    depend on their own channel. In training one kernel is the forward pass, and backward passes are
+    those of the layer and of the product. With another dtype or device, product and layer run one
+    after the other, which is slower than without these options.
 
     Args:
         **options: further options of Inductor.
@@ -58,8 +59,9 @@ class FuseProducts(CustomGraphPass):
         for layer in graph.find_nodes(op="call_function", target=definition):
             total = _source(layer.args[0])
             sums = _operands(total, total, _ADDITIONS)
+            y = _value(layer)
             # Without its kernels a layer is trained by its definition.
-            if not _value(layer).requires_grad:
+            if y is not None and not y.requires_grad:
                 _fuse(graph, layer, total, sums, layer.args[1:])
         for call in graph.find_nodes(op="call_function", target=_pointwise):
             x, residual, *parameters, token_constant = call.args[:8]

@@ -98,9 +98,10 @@ def distill_(
             are repeated if there are more steps, and an iterable may shuffle at each pass.
         teacher: the original model, such as a copy from before ``convert_``. It stays as it is.
         steps: how many steps to take.
-        lr: the highest learning rate, as a share: a step of Adam moves each tensor by at most about
-            this share of its root mean square. The first twentieth of the steps, or the first ten
-            steps, warm up to it; then it falls to 0 as a cosine.
+        lr: the highest learning rate, as a share: a step of Adam moves each matrix by at most about
+            this share of its root mean square, and a vector as one of at least 0.06. The first
+            twentieth of the steps, or the first ten steps, warm up to it; then it falls to 0 as a
+            cosine.
         seed: the seed for models and callbacks that draw random numbers. The random states of the
             caller are put back at the end.
         bf16: run both models under ``torch.autocast`` in bfloat16; the weights keep their dtype. A

@@ -95,7 +95,8 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
                 # The Trainer would take one more step.
                 self._load_from_checkpoint(str(last))
                 self.state = state
-        except (RuntimeError, OSError) as error:
+        # Groups of another optimizer are a ValueError.
+        except (RuntimeError, OSError, ValueError) as error:
             raise StorageError(
                 f"the checkpoint must be of this model, but {last} is not: "
                 f"{str(error).splitlines()[-1]:.300}: remove it, or give another folder"
@@ -119,13 +120,11 @@ def relative_rates(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     groups = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            size = upcast(parameter.detach()).square().mean().sqrt()
-            # A vector may be 0, such as a bias.
-            if parameter.ndim < 2:
-                size = size.clamp_min(_LEAST_SIZE)
-            groups.append(
-                {"params": [parameter], "lr": lr * float(gathered(size)), "weight_decay": 0.0}
-            )
+            size = float(gathered(upcast(parameter.detach()).square().mean().sqrt()))
+            # A bias may be 0, and so may a matrix before its training.
+            if parameter.ndim < 2 or size == 0:
+                size = max(size, _LEAST_SIZE)
+            groups.append({"params": [parameter], "lr": lr * size, "weight_decay": 0.0})
     return groups
 
 
