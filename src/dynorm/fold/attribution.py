@@ -44,7 +44,7 @@ def attribution(model: nn.Module, batch: Batch) -> JsonObject | None:
     if len(parts) < 2:
         return None
     weight = run.env[product.weight].movedim(product.out, 0).float()
-    total = torch.zeros(len(weight), device=weight.device)
+    total = torch.zeros(len(weight), dtype=torch.float32, device=weight.device)
     if product.bias is not None:
         total = run.env[product.bias].float()
     for part in parts:
