@@ -19,6 +19,7 @@ from dynorm.errors import ArgumentError
 def test_the_calls_of_timm_and_megatron(name: str) -> None:
     layer = {"dyisru": dynorm.DyISRU, "dyt": dynorm.DyT, "derf": dynorm.Derf}[name]
     norm, norm2d = dynorm.layers.norm_layer(name), dynorm.layers.norm_layer(f"{name}2d")
+    assert norm(8, elementwise_affine=False).weight is None
     wanted = repr(layer(8))
     for built in (norm(8), norm(8, eps=1e-6), norm(8, 1e-6), partial(norm, eps=1e-5)(8)):
         assert type(built) is layer

@@ -51,6 +51,7 @@ def norm_layer(name: str) -> type:
             config: object = None,
             **options: Any,
         ) -> PointwiseNorm:
-            return layer(hidden_size, elementwise_affine=affine, dim=dim, **options)
+            options.setdefault("elementwise_affine", affine)
+            return layer(hidden_size, dim=dim, **options)
 
     return Norm
