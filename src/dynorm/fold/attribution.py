@@ -60,11 +60,13 @@ def attribution(model: nn.Module, batch: Batch) -> JsonObject | None:
 def _terms(value: Node) -> list[Node]:
     """Return the values whose sum a value is."""
     value = _unmoved(value)
-    # A number is no part of its own.
-    if packet(value) != "aten.add" or value.kwargs or not all(map(is_tensor, value.args)):
+    if packet(value) != "aten.add" or value.kwargs:
         return [value]
     terms = []
     for term in value.args:
+        # A number is not a part.
+        if not is_tensor(term):
+            return [value]
         terms += _terms(term)
     return terms
 
