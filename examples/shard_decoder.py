@@ -38,7 +38,7 @@ def convert(
     batches: list[Batch],
     steps: int,
     witnesses: int = 8,
-    lr: float | None = None,
+    lr: float = dynorm.Recipe.lr,
 ) -> Any:
     """Return the converted model on the first process, and None on the others."""
     rank = distributed.get_rank()
@@ -119,7 +119,7 @@ def convert_small_model() -> None:
     def load() -> nn.Module:
         return copy.deepcopy(original)
 
-    model = convert(load, batches, steps=20, witnesses=2)
+    model = convert(load, batches, steps=20, witnesses=2, lr=1e-2)
     if model is None:
         return
     divergence = dynorm.measure(model, batches, original=original).output.kl
