@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pkgutil import resolve_name
 from types import ModuleType
 
@@ -25,19 +24,17 @@ class _Finder(MetaPathFinder):
 
     def __init__(self) -> None:
         self.waiting: dict[str, str] = {}
-        self.is_asking = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a module that is waited for, and None for any other module."""
-        if self.is_asking or name not in self.waiting:
+        if name not in self.waiting:
             return None
-        self.is_asking = True
-        try:
-            spec = find_spec(name)
-        finally:
-            self.is_asking = False
+        spec = None
+        for finder in sys.meta_path:
+            if finder is not self and spec is None:
+                spec = finder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module

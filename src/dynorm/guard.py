@@ -4,7 +4,7 @@ import copy
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -237,10 +237,10 @@ _WRAPPERS = {
 }
 
 
-def require_plain_model(model: nn.Module, *, compiled: bool = False) -> None:
+def require_plain_model(model: nn.Module, *, allowed: Collection[str] = ()) -> None:
     """Refuse a model that is not plain modules with real tensors, as hooks and replacement need.
 
-    ``compiled`` allows compiled parts, whose tensors can be read.
+    ``allowed`` are the classes of wrappers that may be there, because their tensors can be read.
     """
     if type(model).__name__ == "ExportedProgram":
         raise ModelError(
@@ -250,11 +250,12 @@ def require_plain_model(model: nn.Module, *, compiled: bool = False) -> None:
     for path, module in model.named_modules():
         place = f"the part {path!r} of the model" if path else "the model"
         for name in torch_classes(module):
-            if name not in _WRAPPERS or (compiled and name == "OptimizedModule"):
+            if name not in _WRAPPERS or name in allowed:
                 continue
             state, remedy = _WRAPPERS[name]
             raise ModelError(f"{place} must be a plain module, but is {state}: {remedy}")
-        if getattr(module, "_compiled_call_impl", None) is not None and not compiled:
+        is_compiled = getattr(module, "_compiled_call_impl", None) is not None
+        if is_compiled and "OptimizedModule" not in allowed:
             raise ModelError(
                 f"{place} must be a plain module, but is compiled: call .compile() afterwards"
             )

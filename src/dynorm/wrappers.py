@@ -29,8 +29,9 @@ def torch_classes(module: nn.Module) -> list[str]:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside of all wrappers, or the model itself."""
+    classes = torch_classes(model)
     for class_name, name in _INSIDE.items():
-        if class_name in torch_classes(model) and name in model._modules:
+        if class_name in classes and name in model._modules:
             return unwrapped(model.get_submodule(name))
     return model
 

@@ -16,7 +16,7 @@ import dynorm
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.recipe import Recipe
 from tests.ecosystem.models import bert, kinds, tokenizer
-from tests.jobs.conftest import undrawn  # noqa: F401
+from tests.jobs.conftest import undrawn  # noqa: F401 (a fixture, which pytest finds by its name here)
 from tools.demo_model import folder as demo_model
 
 TEXTS = [

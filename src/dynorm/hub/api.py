@@ -16,10 +16,11 @@ from dynorm.guard import require_plain_model
 from dynorm.hub.contents import contents_of
 from dynorm.hub.plain import CONFIG, read_plain, write_plain
 from dynorm.replace.converted import warn_of_defaults
-from dynorm.wrappers import torch_classes, unwrapped
+from dynorm.wrappers import unwrapped
 
 _TRANSFORMERS_CONFIG = "config.json"
-_SHARDING = {"FullyShardedDataParallel", "DeepSpeedEngine"}
+_COMPILED = ("OptimizedModule",)
+_REPLICATED = ("DistributedDataParallel", "DataParallel")
 MODELING = "transformers.modeling_utils"
 
 
@@ -69,12 +70,10 @@ def save(
         ...     sorted(path.name for path in (Path(parent) / "model").iterdir())
         ['dynorm.json', 'model.safetensors']
     """
-    for module in model.modules():
-        # Inside are shards.
-        if not _SHARDING.isdisjoint(torch_classes(module)):
-            require_plain_model(module)
+    require_plain_model(model, allowed=(*_COMPILED, *_REPLICATED))
     model = unwrapped(model)
-    require_plain_model(model, compiled=True)
+    # A part's wrapper would change the names of its tensors.
+    require_plain_model(model, allowed=_COMPILED)
     contents = contents_of(model)
     warn_of_defaults(model)
     pretrained = getattr(sys.modules.get(MODELING), "PreTrainedModel", None)

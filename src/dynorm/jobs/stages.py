@@ -78,9 +78,9 @@ def convert_in_stages_(
         course.run("calibrate", calibrate_, data.calibration)
         ways = words.ways_on(bool(recipe.steps), bool(recipe.witnesses))
         say(f"To lose less: {ways}.")
-        if recipe.removes_norms and recipe.steps:
-            _try_to_fold(model, batch, recipe, say)
         if recipe.steps:
+            if recipe.removes_norms:
+                _try_to_fold(model, batch, recipe, say)
             # It imports transformers.
             from dynorm.jobs.progress import Progress
 

@@ -77,12 +77,16 @@ class _Product(torch.autograd.Function):
         return *of_product, *of_layer, None, None, None
 
 
+# torch gives this method no types.
+_record: Any = _Product.apply
+
+
 def _with_gradients(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the results of the op, and record how to differentiate them if that is wanted."""
     results: tuple[Tensor, Tensor]
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     if torch.is_grad_enabled() and wants_gradient(*tensors):
-        results = _Product.apply(*arguments)  # type: ignore[no-untyped-call]
+        results = _record(*arguments)
     else:
         with torch._C._AutoDispatchBelowAutograd():
             results = product_op(*arguments)
@@ -97,14 +101,13 @@ def _compute(*arguments: Any) -> tuple[Tensor, Tensor]:
         from dynorm.kernels import _triton_product
 
         x = x.contiguous()
-        others = []
+        pointers = []
         for tensor in (product_bias, factor, residual):
-            others.append(None if tensor is None else tensor.contiguous())
-        residual = others[-1]
-        if _triton_product.can_multiply(x, weight, residual):
+            pointers.append(None if tensor is None else tensor.contiguous())
+        if _triton_product.can_multiply(x, weight, pointers[-1]):
             kept = total if keep_total else None
             _triton_product.product(
-                x, weight, transposed, others, layer[:5], Form(*layer[5:]), kept, y
+                x, weight, transposed, pointers, layer[:5], Form(*layer[5:]), kept, y
             )
             return total, y
     result = F.linear(x, weight.t() if transposed else weight, product_bias)

@@ -41,6 +41,7 @@ def norm_layer(name: str) -> type:
     if name.endswith("2d"):
         dim = 1
 
+    # A class, because Megatron returns a function as it is. What it makes is not of this class.
     class Norm:
         def __new__(  # type: ignore[misc]
             cls,
