@@ -134,13 +134,21 @@ def upcast(value: Tensor) -> Tensor:
     return value.float()
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export traces.
+
+    In torch.compile, releases of torch up to 2.12 say that ``torch.compiler.is_exporting()`` is True.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def clamped(z: Tensor) -> Tensor:
     """Return ``z`` up to the size from which squares no longer matter: 2**63 in float32."""
     # Beyond it the quotient of DyISRU is 1 to rounding for any beta up to 1e30, but the square
     # would overflow and inf / inf be NaN.
     limit = float(torch.finfo(z.dtype).max ** 0.5 / 2)
     u = z.clamp(-limit, limit)
-    is_exported = torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and _trace())
+    is_exported = is_exporting() or (not torch.compiler.is_compiling() and _trace())
     if not z.requires_grad or is_exported:
         return u
     # The gradient of clamp is 0 at NaN, and would hide it.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
-from dynorm.arguments import watched_eagerly
+from dynorm.arguments import is_exporting, watched_eagerly
 from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu
 from dynorm.kernels._form import (
@@ -132,7 +132,7 @@ def may_serve(x: Tensor, *others: Tensor | None) -> bool:
     if not torch.compiler.is_compiling():
         return _is_plain(x)
     is_trained = torch.is_grad_enabled() and wants_gradient(x, *others)
-    return is_trained and type(x) in PLAIN_TYPES and not torch.compiler.is_exporting()
+    return is_trained and type(x) in PLAIN_TYPES and not is_exporting()
 
 
 def traced(*tensors: Tensor) -> bool:

@@ -12,6 +12,7 @@ from dynorm.arguments import (
     check_count,
     check_positive,
     check_witnesses,
+    is_exporting,
     require_gathered,
     upcast,
 )
@@ -120,7 +121,9 @@ class PointwiseModule(nn.Module):
         if self._modules or not stored:
             # A parametrization, or a replica of DataParallel, keeps a parameter elsewhere.
             stored = {name: getattr(self, name, None) for name in self.numbers}
-        *parameters, log_gain = map(stored.get, self.numbers)
+        # A list, which Dynamo makes a tuple of if it is unpacked with a star.
+        parameters = [stored.get(name) for name in self.numbers]
+        log_gain = parameters.pop()
         if self.weight_offset:
             parameters[3] = self.factor()
         return parameters, log_gain
@@ -134,7 +137,7 @@ class PointwiseModule(nn.Module):
         assert self.witnesses is not None
         assert self.log_gain is not None
         witnesses, gains = self.witnesses, upcast(self.log_gain).exp()
-        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        if not torch.compiler.is_compiling() or is_exporting():
             count = len(self.witness_channels)
             return witnesses[:count], gains[:count]
         # Of one size, so that the layers of a model share a graph: what is left of the room is the

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from dynorm import kernels
-from dynorm.arguments import Shape, check_channels, check_dim, check_finite, upcast
+from dynorm.arguments import (
+    Shape,
+    check_channels,
+    check_dim,
+    check_finite,
+    is_exporting,
+    upcast,
+)
 from dynorm.dtypes import is_floating_dtype
 from dynorm.errors import ArgumentError
 from dynorm.layers.by_kernel import by_kernel
@@ -181,7 +188,7 @@ class PointwiseNorm(PointwiseModule):
         # An integer gets its error there.
         if self.dim != -1 or not x.is_floating_point():
             return form.definition(x, parameters, dim=self.dim)
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() and not is_exporting():
             # One operator, which a pass may find before it is taken apart.
             return kernels.definition(x, *parameters, *form)
         constant, _, center, weight, bias = parameters
