@@ -40,7 +40,9 @@ SIZES = ((8192, 4096), (32768, 768), (2048, 768), (4096, 8192))
 FEW = 4
 HOST_ROWS, HOST_CALLS = 16, 100
 Contender = Callable[[], Any]
-Module = Callable[[Tensor], Tensor]
+# The largest difference of a whole model's outputs from the same model's, as a share of their size:
+# bfloat16 rounds 3 digits, and the order of sums differs.
+MOST_DIFFERENT = 0.05
 
 
 def main() -> None:
@@ -64,7 +66,7 @@ def main() -> None:
             "was measured"
         )
     end = time.monotonic() + 60 * options.minutes
-    files.require_writable(options.out)
+    files.require_writable(options.out, overwrite=True)
     check_family("cuda")
     check_product("cuda")
     print("All outputs are right.", flush=True)
@@ -117,10 +119,15 @@ def measure_model(
     contenders: Iterator[tuple[str, Contender]], graph: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield the milliseconds of each contender, of its replayed graph, and its peak memory."""
+    outputs: dict[str, Any] = {}
     for name, call in contenders:
         row: dict[str, Any] = {"contender": name}
         try:
-            call()
+            output = call().detach().float()
+            # Contenders of one kind have the same weights.
+            expected = outputs.setdefault(name.split()[0], output)
+            row["difference"] = round(float((output - expected).norm() / expected.norm()), 5)
+            assert row["difference"] <= MOST_DIFFERENT, "the outputs differ"
             torch.cuda.reset_peak_memory_stats()
             row |= spread([wall_time(call) for _ in range(ROUNDS)])
             row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
@@ -282,12 +289,11 @@ def contenders(
     x = torch.randn(rows, columns, **options).requires_grad_()
     grad = torch.randn(rows, columns, **options)
     y = torch.empty(rows, columns, **options)
-    weight = torch.randn(columns, **options).requires_grad_()
-    bias = torch.randn(columns, **options).requires_grad_()
     leaf = x.detach()
-    modules: dict[str, Module] = {
-        "layer_norm": lambda x: F.layer_norm(x, (columns,), weight, bias),
-        "rms_norm": lambda x: F.rms_norm(x, (columns,), weight),
+    modules: dict[str, nn.Module] = {
+        "layer_norm": nn.LayerNorm(columns, **options),
+        "rms_norm": nn.RMSNorm(columns, **options),
+        "layer_norm compiled": torch.compile(nn.LayerNorm(columns, **options)),
         "rms_norm compiled": torch.compile(nn.RMSNorm(columns, **options)),
         "dyisru layer": dynorm.DyISRU(columns, **options),
         "dyisru compiled": torch.compile(dynorm.DyISRU(columns, **options)),
@@ -300,8 +306,8 @@ def contenders(
     forward: dict[str, Contender] = {"copy": lambda: y.copy_(leaf)}
     both: dict[str, Contender] = {}
     form = Form(FunctionCode.DYISRU, True, columns**0.5)
-    constant = torch.full((1,), 0.7, **options)
-    parameters = Parameters(constant, weight=weight.detach(), bias=bias.detach())
+    weight, bias = torch.randn(2, columns, **options)
+    parameters = Parameters(torch.full((1,), 0.7, **options), weight=weight, bias=bias)
     forward["dyisru kernel, output given"] = lambda: _triton.forward(form, leaf, parameters, out=y)
 
     def kernels() -> None:
@@ -315,7 +321,7 @@ def contenders(
     return forward, both
 
 
-def without_gradient(module: Module, x: Tensor) -> Contender:
+def without_gradient(module: nn.Module, x: Tensor) -> Contender:
     """Return a forward pass without a gradient."""
 
     def call() -> Tensor:
@@ -325,19 +331,15 @@ def without_gradient(module: Module, x: Tensor) -> Contender:
     return call
 
 
-def with_gradient(module: Module, x: Tensor, grad: Tensor) -> Contender:
-    """Return a forward and a backward pass, which does not add to an old gradient."""
-
-    def call() -> None:
-        x.grad = None
-        module(x).backward(grad)
-
-    return call
+def with_gradient(module: nn.Module, x: Tensor, grad: Tensor) -> Contender:
+    """Return a forward and a backward pass with all gradients, which are not added to old ones."""
+    leaves = [x, *module.parameters()]
+    return lambda: torch.autograd.grad(module(x), leaves, grad)
 
 
-def peers(columns: int, **options: Any) -> dict[str, Module]:
+def peers(columns: int, **options: Any) -> dict[str, nn.Module]:
     """Return the layers of other libraries that are installed."""
-    found: dict[str, Module] = {}
+    found: dict[str, nn.Module] = {}
     if importlib.util.find_spec("liger_kernel") is not None:
         from liger_kernel.transformers.dyt import LigerDyT
         from liger_kernel.transformers.rms_norm import LigerRMSNorm
@@ -345,10 +347,9 @@ def peers(columns: int, **options: Any) -> dict[str, Module]:
         found["dyt liger"] = LigerDyT(columns).to(**options)
         found["rms_norm liger"] = LigerRMSNorm(columns).to(**options)
     if importlib.util.find_spec("quack") is not None:
-        from quack import rmsnorm
+        from quack.rmsnorm import QuackRMSNorm
 
-        weight = torch.ones(columns, **options).requires_grad_()
-        found["rms_norm quack"] = lambda x: rmsnorm(x, weight)
+        found["rms_norm quack"] = QuackRMSNorm(columns, **options)
     return found
 
 

@@ -117,10 +117,16 @@ def inputs(shape: Shape, **options: Any) -> tuple[Tensor, Tensor | None]:
     return x, torch.randn(size, **options)
 
 
-def forwards(shape: Shape, **options: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield each contender and its forward pass, made when it is asked for, the most important first."""
-    call_inputs = inputs(shape, **options)
-    plans = [
+INDUCTORS: dict[str, Any] = {
+    "max_autotune_gemm": True,
+    "max_autotune_gemm_backends": "TRITON",
+    "epilogue_fusion": True,
+}
+
+
+def plans() -> list[tuple[str, str, dict[str, Any] | None]]:
+    """Return each contender, what stands in the place of its norms, and its options of torch.compile."""
+    return [
         ("norm compiled", "norm", {}),
         ("dyisru fused", "dyisru", dynorm.compile_options()),
         ("dyisru compiled", "dyisru", {}),
@@ -131,21 +137,27 @@ def forwards(shape: Shape, **options: Any) -> Iterator[tuple[str, Callable[[], T
         # Inductor's own epilogues of its own products.
         ("dyisru in Inductor's products", "dyisru", INDUCTORS),
     ]
-    for name, kind, compile_options in plans:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Stack(shape, norms(shape)[kind]).to(**options).eval()
-        called = model
-        if compile_options is not None:
-            called = torch.compile(model, options=compile_options)
+
+
+def made(
+    shape: Shape, kind: str, compile_options: dict[str, Any] | None, **options: Any
+) -> tuple[nn.Module, Any]:
+    """Return a model, whose weights are the same in every call, and the same for calling it, compiled."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Stack(shape, norms(shape)[kind]).to(**options)
+    if compile_options is None:
+        return model, model
+    return model, torch.compile(model, options=compile_options)
+
+
+def forwards(shape: Shape, **options: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield each contender and its forward pass, made when it is asked for, the most important first."""
+    call_inputs = inputs(shape, **options)
+    for name, kind, compile_options in plans():
+        model, called = made(shape, kind, compile_options, **options)
+        model.eval()
         yield name, partial(_forward, called, call_inputs)
-
-
-INDUCTORS: dict[str, Any] = {
-    "max_autotune_gemm": True,
-    "max_autotune_gemm_backends": "TRITON",
-    "epilogue_fusion": True,
-}
 
 
 def _forward(model: Any, call_inputs: tuple[Any, ...]) -> Tensor:
@@ -154,20 +166,18 @@ def _forward(model: Any, call_inputs: tuple[Any, ...]) -> Tensor:
     return result
 
 
-def steps(shape: Shape, **options: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+def steps(shape: Shape, **options: Any) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield each contender and one training step of it, made when it is asked for."""
-    x, cache = inputs(shape, **options)
-    for name in ("norm compiled", "dyisru compiled", "identity compiled", "norm", "dyisru"):
-        kind, *compiled = name.split()
-        torch._dynamo.reset()
-        model: Any = Stack(shape, norms(shape)[kind]).to(**options)
+    call_inputs = inputs(shape, **options)
+    for name, kind, compile_options in plans()[:-1]:
+        model, called = made(shape, kind, compile_options, **options)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-5)
-        if compiled:
-            model = torch.compile(model)
+        yield name, partial(_step, called, call_inputs, optimizer)
 
-        def step(model: Any = model, optimizer: Any = optimizer) -> None:
-            model(x, cache).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
-        yield name, step
+def _step(model: Any, call_inputs: tuple[Any, ...], optimizer: torch.optim.Optimizer) -> Tensor:
+    loss: Tensor = model(*call_inputs).square().mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss

@@ -32,9 +32,9 @@ THREADS = 128
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # The asynchronous copies of Ampere and later: the next tile is loaded while this one is computed.
 LOAD_AHEAD = "LDGSTS"
-# The limits: registers per thread, so that six programs fit on a multiprocessor; launches of a
+# The limits: registers per thread, of a backward pass with 16 elements per thread; launches of a
 # forward and backward pass; allocations of a backward pass.
-REGISTERS, LAUNCHES, ALLOCATIONS = 80, 3, 2
+REGISTERS, LAUNCHES, ALLOCATIONS = 128, 3, 2
 
 
 class Code(NamedTuple):
@@ -265,8 +265,9 @@ def measure() -> tuple[dict[str, Any], list[str]]:
                         "forward": code_of(forward_kernel(target, function, dtype, channels)),
                         "backward": code_of(backward_kernel(target, function, dtype, channels)),
                     }
+                    tiles = {"forward": _triton._TILE, "backward": _triton._BACKWARD_TILE}
                     for which, code in codes.items():
-                        per_thread = _triton._TILE // THREADS
+                        per_thread = tiles[which] // THREADS
                         kernels[f"{name} {which}"] = {
                             **code._asdict(),
                             "instructions_per_element": code.instructions / per_thread,

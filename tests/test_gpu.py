@@ -104,6 +104,45 @@ def test_a_layer_in_a_graph_of_cuda(witnesses: tuple[int, ...]) -> None:
     assert_close(y, layer(x), rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("rows", [1, 16, 50, 3000])
+def test_a_product_with_its_layer_and_their_gradients(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dynorm.kernels import _triton_product
+
+    launches = []
+
+    def counted(*arguments: Any) -> None:
+        launches.append(len(arguments))
+        original(*arguments)
+
+    original = _triton_product.product
+    monkeypatch.setattr(_triton_product, "product", counted)
+    linear, layer = nn.Linear(136, 264), dynorm.DyISRU(264)
+
+    def block(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = linear(x) + residual
+        return layer(total), total
+
+    inputs = torch.randn(rows, 136), torch.randn(rows, 264)
+    leaves = [*linear.parameters(), *layer.parameters()]
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        linear.to(DEVICE, dtype)
+        layer.to(DEVICE, dtype)
+        called: Any = block
+        if dtype == torch.bfloat16:
+            called = torch.compile(block, options=dynorm.compile_options(), fullgraph=True)
+        x, residual = (tensor.to(DEVICE, dtype).requires_grad_() for tensor in inputs)
+        y, total = called(x, residual)
+        loss = y.square().sum() + total.square().sum()
+        results.append([y, total, *torch.autograd.grad(loss, [x, residual, *leaves])])
+    assert len(launches) == 1
+    for want, got in zip(*results, strict=True):
+        assert_close(got.double(), want, rtol=0.05, atol=0.05 * float(want.abs().max()))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype: torch.dtype) -> None:
     layer = layer_of(dynorm.DyISRU, (0, 7, 39)).float().to(DEVICE)

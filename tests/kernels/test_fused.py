@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 import dynorm
 from benchmarks.gpu_models import Shape, Stack, inputs, norms
+from dynorm.kernels import _op
 from dynorm.kernels.fused import FuseProducts
 
 transformers = pytest.importorskip("transformers")
@@ -325,3 +326,28 @@ def test_options_of_compile() -> None:
     x = torch.randn(3, 16)
     compiled = torch.compile(model, options=dynorm.compile_options(epilogue_fusion=False))
     assert_close(compiled(x), model(x))
+
+
+def test_the_gradient_of_one_constant_is_the_sum_of_the_rows_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(_op, "ENABLED", False)
+    sums: list[Any] = []
+
+    def backward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        for node in graph.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.sum.dim_IntList
+        ):
+            sums.append(node.args[1])
+        return make_boxed_func(graph.forward)
+
+    def forward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+    layer = torch.compile(dynorm.DyISRU(8), backend=backend)
+    layer(torch.randn(3, 5, 8, requires_grad=True)).sum().backward()
+    # Of rows of 8 channels first, then over the 15 rows: for the weight and the bias, and for the constant.
+    assert sums.count([2]) == 1
+    assert sums.count([0, 1]) == 3

@@ -42,9 +42,9 @@ def test_the_plain_case_keeps_the_limits(target: Any) -> None:
 
 
 def test_a_broken_limit_is_found() -> None:
-    broken = static.broken_limits(static.Code(81, 8, 100, 0), plain=True)
+    broken = static.broken_limits(static.Code(129, 8, 100, 0), plain=True)
     assert len(broken) == 3
-    assert len(static.broken_limits(static.Code(81, 0, 100, 2), plain=False)) == 0
+    assert len(static.broken_limits(static.Code(129, 0, 100, 2), plain=False)) == 0
 
 
 def test_one_pass_launches_three_kernels_and_allocates_twice_for_its_gradients() -> None:

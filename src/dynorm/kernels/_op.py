@@ -131,7 +131,8 @@ def may_serve(x: Tensor, *others: Tensor | None) -> bool:
             return False
     if not torch.compiler.is_compiling():
         return _is_plain(x)
-    is_trained = torch.is_grad_enabled() and wants_gradient(x, *others)
+    # On a GPU Inductor's kernels of the definition are as fast, and no call of Python comes between.
+    is_trained = x.device.type == "cpu" and torch.is_grad_enabled() and wants_gradient(x, *others)
     return is_trained and type(x) in PLAIN_TYPES and not is_exporting()
 
 

@@ -1,7 +1,7 @@
 """The op ``dynorm::product``: a matrix product with its residual and a layer in one kernel, with its gradients.
 
-Forward is one kernel on a GPU, else a product, a sum and the layer. Backward is that of the layer,
-then that of the product.
+Forward is one kernel on a GPU, else a product, a sum and the layer. Backward is that of the layer's
+definition, then that of the product.
 """
 
 from typing import Any
@@ -23,7 +23,6 @@ _library.define(
     f"Tensor? factor, Tensor? residual, bool keep_total, {TENSORS}, {FORM}) -> (Tensor, Tensor)"
 )
 product_op = getattr(torch.ops, NAMESPACE).product.default
-_pointwise_backward = getattr(torch.ops, NAMESPACE).pointwise_backward.default
 
 
 class _Product(torch.autograd.Function):
@@ -49,15 +48,19 @@ class _Product(torch.autograd.Function):
         need_x, need_weight, _, need_bias, need_factor, need_residual, _, *need_layer = (
             ctx.needs_input_grad
         )
+        # The definition's, which Inductor takes apart and computes in one pass.
+        with torch.enable_grad():
+            leaves = [_leaf(tensor) for tensor in (total, *parameters)]
+            y = definition(*leaves, *ctx.form)
+        needed = [True, *need_layer[:5]]
+        inputs = [leaf for leaf, need in zip(leaves, needed, strict=True) if need]
         if grad is None:
             grad = torch.zeros_like(total)
-        # Of the total, of the parameters, and of numbers of tokens, which there are none of.
-        needed = [True, *need_layer[:5], False]
-        found = iter(
-            _pointwise_backward(grad, grad_total, total, *parameters, None, *ctx.form, needed)
-        )
+        found = iter(torch.autograd.grad(y, inputs, grad))
         of_total = next(found)
         of_layer = [next(found) if need else None for need in need_layer[:5]]
+        if grad_total is not None:
+            of_total = of_total + grad_total
 
         rows = of_total.reshape(-1, total.shape[-1])
         inputs = x.reshape(-1, x.shape[-1])
@@ -75,6 +78,11 @@ class _Product(torch.autograd.Function):
         of_residual = of_total if need_residual else None
         of_product = (of_x, of_weight, None, of_bias, of_factor, of_residual, None)
         return *of_product, *of_layer, None, None, None
+
+
+def _leaf(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor whose gradient is not passed on."""
+    return None if tensor is None else tensor.detach().requires_grad_()
 
 
 # torch gives this method no types.

@@ -16,7 +16,19 @@ _library.define(f"definition(Tensor x, {TENSORS}, {FORM}) -> Tensor")
 
 
 def _definition(x: Tensor, *arguments: Any) -> Tensor:
-    return Form(*arguments[5:]).definition(x, arguments[:5])
+    parameters = [_of_rows(x, parameter) for parameter in arguments[:5]]
+    return Form(*arguments[5:]).definition(x, parameters)
+
+
+def _of_rows(x: Tensor, parameter: Tensor | None) -> Tensor | None:
+    """Return a parameter's one number, once for each row of x.
+
+    Its gradient is then the sum of the rows' sums, and Inductor computes sums of rows and of columns
+    in the pass over x that computes the gradient of x.
+    """
+    if parameter is None or parameter.shape != (1,) or x.shape[-1] == 1:
+        return parameter
+    return parameter.expand(*x.shape[:-1], 1)
 
 
 _library.impl("definition", _definition, "CompositeImplicitAutograd")

@@ -24,26 +24,34 @@ from dynorm.kernels._triton_functions import parameter
 from dynorm.kernels._triton_kernels import layer_of
 
 # The interpreter multiplies the bits of bfloat16; in float32 the products are right.
+# The elements of a tile that are finished together.
+_PART = tl.constexpr(8192)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Tile(NamedTuple):
-    """The sizes of a tile, its warps and stages."""
+    """The sizes of a tile, its warps and stages; programs on a multiprocessor; and its speed, of at most 1."""
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
+    programs: int = 2
+    speed: float = 1.0
 
 
 # The weights are most of the traffic, as in decoding.
-ONE_ROW = Tile(16, 32, 128, 4, 5)
-FEW_ROWS = Tile(64, 32, 128, 4, 4)
-SMALL = Tile(64, 64, 64, 4, 5)
-# The fastest where there are enough of them for all multiprocessors.
-LARGE = Tile(128, 256, 64, 8, 3)
-# The shared memory that it needs, with some to spare.
+ONE_ROW = Tile(16, 32, 256, 4, 3)
+FEW_ROWS = Tile(64, 16, 256, 4, 3)
+# The larger a tile, the less is read twice. The speeds are those of full multiprocessors, on an H100.
+LARGE = Tile(128, 256, 64, 8, 3, programs=1)
+SMALLER = (
+    Tile(128, 128, 64, 8, 4, programs=1, speed=0.9),
+    Tile(64, 128, 64, 4, 4, speed=0.75),
+    Tile(64, 64, 64, 4, 5, speed=0.6),
+)
+# The shared memory that the large ones need, with some to spare.
 _LARGE_MEMORY = 160 * 1024
 
 
@@ -53,10 +61,16 @@ def tile_for(rows: int, channels: int, device: torch.device) -> Tile:
         return ONE_ROW
     if rows <= FEW_ROWS.rows:
         return FEW_ROWS
-    tiles = ceil_divide(rows, LARGE.rows) * ceil_divide(channels, LARGE.columns)
-    if tiles < processors(device) or _shared_memory(device) < _LARGE_MEMORY:
-        return SMALL
-    return LARGE
+    if _shared_memory(device) < _LARGE_MEMORY:
+        return SMALLER[-1]
+
+    def time(tile: Tile) -> float:
+        tiles = ceil_divide(rows, tile.rows) * ceil_divide(channels, tile.columns)
+        # Multiprocessors without a tile wait for the others.
+        rounds = ceil_divide(tiles, processors(device))
+        return rounds * tile.rows * tile.columns / tile.speed
+
+    return min((LARGE, *SMALLER), key=time)
 
 
 @lru_cache
@@ -104,8 +118,8 @@ def product(
     tiles = ceil_divide(rows, tile.rows) * ceil_divide(channels, tile.columns)
     block = [tile.depth, tile.columns] if transposed else [tile.columns, tile.depth]
     with torch.cuda.device_of(x):
-        # One program per multiprocessor computes several tiles.
-        product_kernel[(min(processors(x.device), tiles),)](
+        # A program computes several tiles.
+        product_kernel[(min(tile.programs * processors(x.device), tiles),)](
             TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]),
             TensorDescriptor.from_tensor(weight, block),
             *(*pointers, *parameters, total, y, rows, depth),
@@ -165,37 +179,45 @@ def product_kernel(
                 right = right.to(tl.float32)
             total = tl.dot(left, right, total)
 
-        row = m + tl.arange(0, BLOCK_M)[:, None]
         pointers = (product_bias_ptr, factor_ptr, residual_ptr, total_ptr, y_ptr)
         parameters = (constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr, None)
-        if BLOCK_M * BLOCK_N > 16384:
-            # One half after the other, so that they need half the registers and shared memory.
-            halves = tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2))
-            total, right_half = tl.split(tl.permute(halves, (0, 2, 1)))
-            channel = n + tl.arange(0, BLOCK_N // 2)[None, :]
-            finish(total, row, channel, rows, pointers, parameters, FORM)
-            finish(right_half, row, channel + BLOCK_N // 2, rows, pointers, parameters, FORM)
-        else:
-            channel = n + tl.arange(0, BLOCK_N)[None, :]
-            finish(total, row, channel, rows, pointers, parameters, FORM)
+        finish_parts(total, m, n, rows, pointers, parameters, FORM)
 
 
 @triton.jit
-def finish(total, row, channel, rows, pointers, parameters, FORM: tl.constexpr):
-    """Finish a tile of the product, and store it and its function."""
+def finish_parts(total, m, n, rows, pointers, parameters, FORM: tl.constexpr):
+    """Finish a tile, a large one half by half: they need fewer registers and less shared memory."""
+    M: tl.constexpr = total.shape[0]
+    N: tl.constexpr = total.shape[1]
+    if M * N > _PART:
+        left, right = tl.split(tl.permute(tl.reshape(total, (M, 2, N // 2)), (0, 2, 1)))
+        finish_parts(left, m, n, rows, pointers, parameters, FORM)
+        finish_parts(right, m, n + N // 2, rows, pointers, parameters, FORM)
+    else:
+        finish(total, m, n, rows, pointers, parameters, FORM)
+
+
+@triton.jit
+def finish(total, m, n, rows, pointers, parameters, FORM: tl.constexpr):
+    """Finish a part whose first element is (m, n), and store it and its function."""
     product_bias_ptr, factor_ptr, residual_ptr, total_ptr, y_ptr = pointers
+    row = tl.arange(0, total.shape[0])[:, None]
+    column = tl.arange(0, total.shape[1])[None, :]
+    channel = n + column
     inside = channel < FORM.channels
-    mask = (row < rows) & inside
-    # 64 bits: a product may have more than 2**31 elements.
-    offset = row.to(tl.int64) * FORM.channels + channel
+    mask = (m + row < rows) & inside
+    # 64 bits for where the tile begins, because a product may have more than 2**31 elements, and 32
+    # bits within it.
+    start = m.to(tl.int64) * FORM.channels + n
+    offset = row * FORM.channels + column
     if product_bias_ptr is not None:
         total += parameter(product_bias_ptr, channel, inside, True, tl.float32)
     if factor_ptr is not None:
         total *= parameter(factor_ptr, channel, inside, True, tl.float32)
     if residual_ptr is not None:
-        total += tl.load(residual_ptr + offset, mask, other=0.0).to(tl.float32)
+        total += tl.load(residual_ptr + start + offset, mask, other=0.0).to(tl.float32)
     # Rounded first, so that y is the function of the total that is returned.
     rounded = total.to(y_ptr.dtype.element_ty)
     if total_ptr is not None:
-        tl.store(total_ptr + offset, rounded, mask)
-    tl.store(y_ptr + offset, layer_of(rounded, parameters, channel, inside, FORM), mask)
+        tl.store(total_ptr + start + offset, rounded, mask)
+    tl.store(y_ptr + start + offset, layer_of(rounded, parameters, channel, inside, FORM), mask)

@@ -59,9 +59,7 @@ class FuseProducts(CustomGraphPass):
         for layer in graph.find_nodes(op="call_function", target=definition):
             total = _source(layer.args[0])
             sums = _operands(total, total, _ADDITIONS)
-            y = _value(layer)
-            # Without its kernels a layer is trained by its definition.
-            if y is not None and not y.requires_grad:
+            if _value(layer) is not None:
                 _fuse(graph, layer, total, sums, layer.args[1:])
         for call in graph.find_nodes(op="call_function", target=_pointwise):
             x, residual, *parameters, token_constant = call.args[:8]
