@@ -2,10 +2,10 @@
 
 ``y = weight * scale * f(x + residual - center) + bias``, with f by its :class:`FunctionCode`. The
 layers call :func:`pointwise`. In eager mode that goes straight to the kernel, because a trip through
-torch's dispatcher takes longer than the arithmetic of a small input. Training under torch.compile
-calls the op. Everything else that watches operations sees the layer's definition, and so does
-compiled inference, so that Inductor can fuse it. Second derivatives are those of the definition in
-``dynorm.functional`` in every case.
+torch's dispatcher takes longer than the arithmetic of a small input. Training on a CPU under
+torch.compile calls the op. Everything else that is compiled or watches operations sees the layer's
+definition, which Inductor fuses. Second derivatives are always those of the definition in
+``dynorm.functional``.
 """
 
 import logging
