@@ -124,6 +124,8 @@ bench: setup
 
 # The same on a GPU, where there is one.
 gpu: setup
+	$(BIN)/python -m benchmarks.tiles
+	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.gpu
 
 # What folds where, in a quarter of an hour.

@@ -11,6 +11,8 @@ START = "<!-- {name}: made by python -m benchmarks.tables -->"
 END = "<!-- end -->"
 LAYERS = {"linear": "a line", "dyisru": "DyISRU", "dyt": "scaled DyT", "derf": "scaled Derf"}
 MODELS = {"minilm": "all-MiniLM-L6-v2", "smollm2": "SmolLM2-135M", "dinov2": "DINOv2-small"}
+# Products with at most so many rows have tiles of their own.
+FEW_ROWS = 64
 RETRIEVED = {"untrained": "DyISRU, no training", "demo": "DyISRU, 500 steps"}
 Row = dict[str, Any]
 
@@ -171,55 +173,76 @@ def speed_models_table() -> str:
     return lines_of(["time over identities", "its norms", "DyISRU"], rows)
 
 
-GPU = {
-    "copy": "a copy, the limit",
-    "layer_norm": "torch's LayerNorm",
-    "rms_norm": "torch's RMSNorm",
-    "dyt compiled": "DyT, compiled by torch",
-    "dyisru kernel": "DyISRU, the kernel",
-    "dyisru layer": "DyISRU, the layer",
-}
+def tile_rows(kernel: str) -> list[Row]:
+    """Return the rows of a Triton kernel, with the microseconds of the tile that the code takes."""
+    rows = []
+    for row in load("tiles")["rows"]:
+        if row["kernel"] == kernel:
+            rows.append(row | {"chosen": row["microseconds"][row["chosen"]]})
+    return rows
 
 
 def gpu_table() -> str:
-    """Return the time of each contender on a GPU, forward, and forward and backward, in each size."""
-    document = load("gpu")
-    heads = [""]
-    families = document["family"][:2]
-    for family in families:
-        heads += [f"{family['rows']:,} x {family['columns']:,}: forward", "with backward"]
+    """Return the time of the kernels of a layer on a GPU over the time to move the same data."""
+    backward = {tuple(row["size"]): row["chosen"] for row in tile_rows("backward")}
     rows = []
-    for name, title in GPU.items():
-        cells = [title]
-        for family in families:
-            # A forward kernel is timed with its output given.
-            forward = family["forward"].get(name) or family["forward"][f"{name}, output given"]
-            cells.append(f"{forward['median']:.3f}")
-            both = family["both"].get(name)
-            cells.append("" if both is None else f"{both['median']:.3f}")
+    for row in tile_rows("forward"):
+        times = row["microseconds"]
+        copy = times["copy"]
+        cells = ["{:,} x {:,}".format(*row["size"]), f"{copy:.1f}"]
+        for time in (row["chosen"], times["RMSNorm"], times["LayerNorm"]):
+            cells.append(f"{time:.1f} ({time / copy:.2f})")
+        # A copy moves two tensors, and a backward pass three.
+        limit = 1.5 * copy
+        time = backward.get(tuple(row["size"]))
+        cells.append("" if time is None else f"{time:.1f} ({time / limit:.2f})")
         rows.append(cells)
-    device = document["device"]
-    note = f"{device['name']}, torch {device['torch']}, bfloat16, median milliseconds."
-    return f"{lines_of(heads, rows)}\n\n{note}"
+    heads = ["rows x channels", "a copy", "DyISRU", "RMSNorm", "LayerNorm", "DyISRU backward"]
+    return lines_of(heads, rows)
 
 
 def product_table() -> str:
-    """Return the time of a product with residual, alone, with a norm after it, and fused."""
-    titles = {
-        "product with residual": "nothing",
-        "product with residual, then layer_norm": "torch's LayerNorm",
-        "fused with dyisru": "DyISRU in the same kernel",
-    }
-    products = load("gpu")["product"]
+    """Return the times of products of many rows, and the machine."""
+    document = load("tiles")
+    device = document["device"]
+    note = f"{device['name']}, torch {device['torch']}, triton {device['triton']}, bfloat16."
+    rows = [row for row in tile_rows("product") if row["size"][0] > FEW_ROWS]
+    return f"{product_lines(rows)}\n\n{note} {document.get('note', '')}".rstrip()
+
+
+def few_rows_table() -> str:
+    """Return the times of products of few rows, as in decoding."""
+    return product_lines([row for row in tile_rows("product") if row["size"][0] <= FEW_ROWS])
+
+
+def product_lines(products: list[Row]) -> str:
+    """Return the times of products with residual and DyISRU in one kernel, and of the unfused ones."""
     rows = []
-    for name, title in titles.items():
-        cells = [title]
-        for product in products:
-            figures = product["contenders"][name]
-            cells.append(f"{figures['median']:.3f} ({figures['over_product']:.2f})")
+    for row in products:
+        times, fused = row["microseconds"], row["chosen"]
+        cells = [row["model"], "{:,} x {:,} x {:,}".format(*row["size"]), f"{fused:.1f}"]
+        for name in ("compiled", "with residual", "cuBLAS"):
+            cells.append(f"{times[name]:.1f} ({fused / times[name]:.2f})")
         rows.append(cells)
-    sizes = [f"{p['m']:,} x {p['n']:,} x {p['k']:,}" for p in products]
-    return lines_of(["product with residual, then", *sizes], rows)
+    heads = [
+        "model",
+        "rows x channels x depth",
+        "residual and DyISRU, fused",
+        "residual and RMSNorm, unfused",
+        "residual, no norm",
+        "product only",
+    ]
+    return lines_of(heads, rows)
+
+
+def host_table() -> str:
+    """Return the microseconds of the host for a layer and for torch's norms."""
+    host = load("tiles")["host"]
+    rows = []
+    for name in ("DyISRU", "RMSNorm", "LayerNorm"):
+        cells = [f"{host[title][name]:.0f}" for title in ("forward", "forward and backward")]
+        rows.append([name, *cells])
+    return lines_of(["microseconds of the host", "forward", "forward and backward"], rows)
 
 
 def paper_table() -> str:
@@ -343,6 +366,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed-models": speed_models_table,
         "gpu": gpu_table,
         "product": product_table,
+        "few-rows": few_rows_table,
+        "host": host_table,
     },
     "docs/mathematics.md": {
         "paper": paper_table,
