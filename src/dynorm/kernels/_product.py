@@ -48,12 +48,15 @@ class _Product(torch.autograd.Function):
         need_x, need_weight, _, need_bias, need_factor, need_residual, _, *need_layer = (
             ctx.needs_input_grad
         )
-        # The definition's, which Inductor takes apart and computes in one pass.
+        tensors = [total, *parameters]
+        inputs = []
+        for place, need in enumerate([True, *need_layer[:5]]):
+            if need:
+                tensors[place] = tensors[place].detach().requires_grad_()
+                inputs.append(tensors[place])
+        # The definition's gradients, which Inductor computes in one pass.
         with torch.enable_grad():
-            leaves = [_leaf(tensor) for tensor in (total, *parameters)]
-            y = definition(*leaves, *ctx.form)
-        needed = [True, *need_layer[:5]]
-        inputs = [leaf for leaf, need in zip(leaves, needed, strict=True) if need]
+            y = definition(*tensors, *ctx.form)
         if grad is None:
             grad = torch.zeros_like(total)
         found = iter(torch.autograd.grad(y, inputs, grad))
@@ -78,11 +81,6 @@ class _Product(torch.autograd.Function):
         of_residual = of_total if need_residual else None
         of_product = (of_x, of_weight, None, of_bias, of_factor, of_residual, None)
         return *of_product, *of_layer, None, None, None
-
-
-def _leaf(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor whose gradient is not passed on."""
-    return None if tensor is None else tensor.detach().requires_grad_()
 
 
 # torch gives this method no types.

@@ -23,9 +23,9 @@ from dynorm.kernels._triton import ceil_divide, choices, processors
 from dynorm.kernels._triton_functions import parameter
 from dynorm.kernels._triton_kernels import layer_of
 
-# The interpreter multiplies the bits of bfloat16; in float32 the products are right.
 # The elements of a tile that are finished together.
 _PART = tl.constexpr(8192)
+# The interpreter multiplies the bits of bfloat16; in float32 the products are right.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
