@@ -77,7 +77,7 @@ def test_the_job_has_the_defaults_of_the_verbs() -> None:
 @pytest.mark.parametrize(
     ("verb", "names"),
     [
-        (dynorm.convert_, ["to", "per_channel", "center", "witnesses"]),
+        (dynorm.convert_, ["to", "center", "witnesses"]),
         (dynorm.refine_, ["bf16"]),
         (dynorm.distill_, ["lr", "seed", "bf16", "checkpoints"]),
     ],
@@ -147,7 +147,6 @@ def test_a_file_that_is_not_a_recipe(text: str, tmp_path: Path) -> None:
         ("to", {"*": {"lean": 0.5}}),
         ("to", {"*": 3}),
         ("witnesses", 17),
-        ("per_channel", "yes"),
         ("center", None),
         ("center", 1),
         ("witnesses", -1),
@@ -175,8 +174,8 @@ def test_wrong_values_are_refused(name: str, value: object) -> None:
 def test_convert_model_takes_a_recipe_and_changes_of_it() -> None:
     recipe = Recipe(to="dyt", witnesses=2, steps=0)
     one, again = plain(), plain()
-    report = dynorm.convert_model(one, rows(), recipe=recipe, per_channel=True)
-    assert report.meta["recipe"] == recipe.changed(per_channel=True).filled_for(one).to_dict()
+    report = dynorm.convert_model(one, rows(), recipe=recipe, center=True)
+    assert report.meta["recipe"] == recipe.changed(center=True).filled_for(one).to_dict()
     # The report's recipe is one that can be used again.
     dynorm.convert_model(again, rows(), recipe=Recipe(**report.meta["recipe"]))
     for ours, theirs in zip(one.parameters(), again.parameters(), strict=True):

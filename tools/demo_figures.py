@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 COMMITTED = {"minilm": RESULTS / "demo.json"}
 # The fields of the recipe that each stage depends on, in addition to those of the stages before.
 DEPENDS = {
-    "calibrate": ("to", "per_channel", "witnesses", "calibration", "max_length", "seed"),
+    "calibrate": ("to", "witnesses", "calibration", "max_length", "seed"),
     "distill": ("batch", "bf16", "lr"),
 }
 TITLES = {"calibrate": "calibrated", "distill": "and distilled"}

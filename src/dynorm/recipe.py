@@ -83,7 +83,6 @@ class Recipe(Plain):
             line that cannot be folded stays, and the report names it.
         stock: with ``to="none"``, save the model in its own class, as :func:`dynorm.hub.as_stock`
             returns it. This field is only for the command.
-        per_channel: one constant per channel instead of one per layer.
         center: give each layer in the place of a LayerNorm a centre.
         witnesses: the number of channels, at most 16, from which each layer may estimate the size
             of a token. With 0 each value depends on its own channel.
@@ -114,7 +113,6 @@ class Recipe(Plain):
 
     to: Target = LayerOptions.to
     stock: bool = False
-    per_channel: bool = LayerOptions.per_channel
     center: bool = LayerOptions.center
     witnesses: int = 0
     fold_means: bool = True
@@ -197,9 +195,7 @@ class Recipe(Plain):
     @property
     def base(self) -> LayerOptions:
         """The options of a layer whose glob does not have its own."""
-        return LayerOptions(
-            per_channel=self.per_channel, center=self.center, witnesses=self.witnesses
-        )
+        return LayerOptions(center=self.center, witnesses=self.witnesses)
 
     def options_by_glob(self) -> dict[str, LayerOptions | None]:
         """Return the checked options of the layers for each glob; None keeps the norms."""

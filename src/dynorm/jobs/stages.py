@@ -70,7 +70,6 @@ def convert_in_stages_(
             model,
             sites,
             recipe.layers,
-            per_channel=recipe.per_channel,
             center=recipe.center,
             witnesses=recipe.witnesses,
         )
