@@ -7,15 +7,19 @@ other tests may have.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from dynorm.kernels._triton import available
+from tests.fresh import run
+
+PYTEST = """
+import sys, pytest
+assert "triton" not in sys.modules
+sys.exit(pytest.main(["-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[1:]]))
+"""
 
 
 @pytest.mark.slow
@@ -36,23 +40,11 @@ from dynorm.kernels._triton import available
     ],
 )
 def test_triton_kernels(name: str, interpret: str, tmp_path: Path) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": interpret, "TRITON_CACHE_DIR": str(tmp_path)}
-    # The workers of this run are no business of the one that it starts.
-    environment = {
-        key: value for key, value in environment.items() if not key.startswith("PYTEST_")
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        *(str(Path(__file__).with_name(f"{file}_{name}.py")) for file in ("triton", "product")),
-    ]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
-    assert "skipped" not in run.stdout
+    files = (Path(__file__).with_name(f"{file}_{name}.py") for file in ("triton", "product"))
+    environment = {"TRITON_INTERPRET": interpret, "TRITON_CACHE_DIR": str(tmp_path)}
+    said = run(PYTEST, *files, imported="torch", environment=environment, seconds=600)
+    assert " passed" in said
+    assert "skipped" not in said
 
 
 def test_without_triton_the_kernels_are_not_available(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,19 @@ from benchmarks import static
 from benchmarks.static import AMPERE, HOPPER
 from tests.kernels.definition import FUNCTIONS
 
+DYISRU, DYT, DERF, LINEAR = FUNCTIONS
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+
+# Every function in float32 and in float64.
 @pytest.mark.parametrize(
-    ("dtype", "channels", "parts"),
-    [("bf16", 4096, False), ("fp16", 517, True), ("fp64", 768, True)],
+    ("function", "dtype", "channels", "parts"),
+    [
+        (DYISRU, "bf16", 4096, False),
+        (DYT, "fp16", 517, True),
+        (DERF, "fp16", 517, True),
+        (LINEAR, "bf16", 4096, False),
+        *((function, "fp64", 768, True) for function in FUNCTIONS),
+    ],
 )
 def test_both_passes_compile_with_64_bit_offsets_and_no_atomics(
     function: int, dtype: str, channels: int, parts: bool
