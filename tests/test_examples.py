@@ -51,6 +51,8 @@ def run(command, check, env):
 subprocess.run = run
 """,
 }
+# Its default is 30 steps, with each of 5 norms at 2 rates.
+OPTIONS = {"compare_norms.py": ["--steps", "10"]}
 RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 
 
@@ -79,6 +81,7 @@ def test_the_example_runs(
 ) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
+    sys.argv += OPTIONS.get(name, [])
     if name in FORKS:
         script = Script(FORKS[name] + RUN, FOLDER / name, folder=tmp_path)
         print(script.result())

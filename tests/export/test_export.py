@@ -136,8 +136,11 @@ def test_saved_and_run_where_dynorm_is_not_imported(tmp_path: Path) -> None:
     examples = [tokens(*shape) for shape in SHAPES]
     program = torch.export.export(model, (examples[0],), dynamic_shapes=(DYNAMIC,))
     torch.export.save(program, tmp_path / "layers.pt2")
-    # To optimize the C++ code around the loops takes longest.
-    options = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+    # To optimize the C++ code around the loops takes longest, and headers are needed once.
+    options = {
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+        "aot_inductor.precompile_headers": False,
+    }
     package = str(tmp_path / "aoti.pt2")
     torch._inductor.aoti_compile_and_package(
         program, package_path=package, inductor_configs=options
