@@ -14,7 +14,7 @@ import pytest
 
 import dynorm
 from dynorm.__main__ import main
-from dynorm.after_import import call_after_import
+from dynorm.after_import import _Finder, call_after_import
 from tests.fresh import run
 
 SOURCES = Path(dynorm.__file__).parent
@@ -301,6 +301,22 @@ def test_a_call_waits_for_an_import_that_succeeds(
     call_after_import("waited_for", "listener:seen.append")
     assert listener.seen == [module, module]
     monkeypatch.delitem(sys.modules, "waited_for")
+
+
+def test_two_copies_of_the_package_may_wait_for_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "waited_for_twice.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    listener = SimpleNamespace(seen=[])
+    monkeypatch.setitem(sys.modules, "listener", listener)
+    of_copy = _Finder()
+    of_copy.waiting["waited_for_twice"] = "listener:seen.append"
+    monkeypatch.setattr(sys, "meta_path", [of_copy, *sys.meta_path])
+    call_after_import("waited_for_twice", "listener:seen.append")
+    module = importlib.import_module("waited_for_twice")
+    assert listener.seen == [module, module]
+    monkeypatch.delitem(sys.modules, "waited_for_twice")
 
 
 @pytest.mark.parametrize(("command", "extra"), [("convert", "convert"), ("prove", "paper")])

@@ -32,9 +32,9 @@ class _Finder(MetaPathFinder):
         if name not in self.waiting:
             return None
         spec = None
-        for finder in sys.meta_path:
-            if finder is not self and spec is None:
-                spec = finder.find_spec(name, path, target)
+        # Those before it did not find the module.
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = spec or finder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module

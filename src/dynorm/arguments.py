@@ -187,9 +187,10 @@ def constant(
     shape = tuple(value.shape)
     if shape == (z.shape[axis],):
         return along(value, z, axis).to(z.dtype)
-    # Under torch.compile, "1 in (1, m)" is False when m is symbolic.
+    # Under torch.compile, "1 in (1, m)" is False when m is symbolic, and whether a size that depends
+    # on data is 1 cannot be asked.
     broadcast = len(shape) == z.ndim and all(
-        n == 1 or n == m for n, m in zip(shape, z.shape, strict=True)
+        (isinstance(n, int) and n == 1) or n == m for n, m in zip(shape, z.shape, strict=True)
     )
     if not broadcast and shape not in ((), (1,)):
         raise ArgumentError(

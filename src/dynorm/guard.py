@@ -254,8 +254,7 @@ def require_plain_model(model: nn.Module, *, allowed: Collection[str] = ()) -> N
                 continue
             state, remedy = _WRAPPERS[name]
             raise ModelError(f"{place} must be a plain module, but is {state}: {remedy}")
-        is_compiled = getattr(module, "_compiled_call_impl", None) is not None
-        if is_compiled and "OptimizedModule" not in allowed:
+        if module._compiled_call_impl is not None and "OptimizedModule" not in allowed:
             raise ModelError(
                 f"{place} must be a plain module, but is compiled: call .compile() afterwards"
             )

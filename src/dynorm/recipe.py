@@ -192,14 +192,11 @@ class Recipe(Plain):
         """Whether lines are to be folded away."""
         return self.layers != self.to
 
-    @property
-    def base(self) -> LayerOptions:
-        """The options of a layer whose glob does not have its own."""
-        return LayerOptions(center=self.center, witnesses=self.witnesses)
-
     def options_by_glob(self) -> dict[str, LayerOptions | None]:
         """Return the checked options of the layers for each glob; None keeps the norms."""
-        return options_by_glob(self.layers, self.base)
+        # Of a layer whose glob does not have its own.
+        base = LayerOptions(center=self.center, witnesses=self.witnesses)
+        return options_by_glob(self.layers, base)
 
     def check(self) -> None:
         """Check every value, or raise ArgumentError."""

@@ -319,6 +319,19 @@ def test_the_gradients_of_the_op(transposed: bool) -> None:
     assert torch.autograd.gradcheck(op, inputs)
 
 
+def test_a_number_of_rows_that_depends_on_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(_op, "ENABLED", False)
+    layer, x = dynorm.DyISRU(8), torch.randn(6, 8)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(
+            lambda x, mask: layer(x[mask]), backend="aot_eager", fullgraph=True
+        )
+        for trained in (False, True):
+            with torch.set_grad_enabled(trained):
+                assert_close(compiled(x, x[:, 0] > 0), layer(x[x[:, 0] > 0]))
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_options_of_compile() -> None:
     torch._dynamo.reset()

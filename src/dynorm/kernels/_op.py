@@ -121,8 +121,9 @@ def pointwise(
 def may_serve(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether a kernel may serve these tensors, unless it refuses their layout.
 
-    Otherwise the definition serves: where something watches, in compiled inference, for a subclass
-    of Tensor, for integers, so that it raises the error, and where there are no kernels.
+    Otherwise the definition serves: where something watches, in compiled inference and on a GPU in
+    compiled training, for a subclass of Tensor, for integers, so that it raises the error, and where
+    there are no kernels.
     """
     if not (ENABLED and x.is_floating_point() and _has_kernels(x.device.type)):
         return False
@@ -131,7 +132,7 @@ def may_serve(x: Tensor, *others: Tensor | None) -> bool:
             return False
     if not torch.compiler.is_compiling():
         return _is_plain(x)
-    # On a GPU Inductor's kernels of the definition are as fast, and no call of Python comes between.
+    # On a GPU Inductor computes the gradient and the sums in one pass, and no Python runs between.
     is_trained = x.device.type == "cpu" and torch.is_grad_enabled() and wants_gradient(x, *others)
     return is_trained and type(x) in PLAIN_TYPES and not is_exporting()
 

@@ -40,29 +40,28 @@ class Tile(NamedTuple):
     programs: int = 2
     speed: float = 1.0
 
+    @property
+    def memory(self) -> int:
+        """The bytes that a program shares: its stages and a part of the result, with some to spare."""
+        stage = 2 * (self.rows + self.columns) * self.depth
+        return self.stages * stage + 2048 * self.warps + 8192
 
-# The weights are most of the traffic, as in decoding.
-ONE_ROW = Tile(16, 32, 256, 4, 3)
-FEW_ROWS = Tile(64, 16, 256, 4, 3)
-# The larger a tile, the less is read twice. The speeds are those of full multiprocessors, on an H100.
-LARGE = Tile(128, 256, 64, 8, 3, programs=1)
-SMALLER = (
+
+# The larger a tile, the less is read twice; the smallest are for few rows, as in decoding. The speeds
+# are those of full multiprocessors, on an H100.
+TILES = (
+    Tile(128, 256, 64, 8, 3, programs=1),
     Tile(128, 128, 64, 8, 4, programs=1, speed=0.9),
     Tile(64, 128, 64, 4, 4, speed=0.75),
     Tile(64, 64, 64, 4, 5, speed=0.6),
+    Tile(64, 16, 256, 4, 3, programs=1, speed=0.3),
+    Tile(16, 32, 256, 4, 3, speed=0.2),
 )
-# The shared memory that the large ones need, with some to spare.
-_LARGE_MEMORY = 160 * 1024
 
 
+@lru_cache
 def tile_for(rows: int, channels: int, device: torch.device) -> Tile:
     """Return the tile for a product. Nothing is timed, so that a CUDA graph can be captured at once."""
-    if rows <= ONE_ROW.rows:
-        return ONE_ROW
-    if rows <= FEW_ROWS.rows:
-        return FEW_ROWS
-    if _shared_memory(device) < _LARGE_MEMORY:
-        return SMALLER[-1]
 
     def time(tile: Tile) -> float:
         tiles = ceil_divide(rows, tile.rows) * ceil_divide(channels, tile.columns)
@@ -70,15 +69,11 @@ def tile_for(rows: int, channels: int, device: torch.device) -> Tile:
         rounds = ceil_divide(tiles, processors(device))
         return rounds * tile.rows * tile.columns / tile.speed
 
-    return min((LARGE, *SMALLER), key=time)
-
-
-@lru_cache
-def _shared_memory(device: torch.device) -> int:
-    """Return the bytes that a program may share; enough in the interpreter."""
-    if device.type != "cuda":
-        return _LARGE_MEMORY
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    # Enough in the interpreter.
+    memory = 1 << 20
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return min((tile for tile in TILES if tile.memory <= memory), key=time)
 
 
 def can_multiply(*tensors: Tensor | None) -> bool:
