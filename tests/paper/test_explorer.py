@@ -418,6 +418,22 @@ class TestControls:
             browser.find("#reset").click()
             browser.settle()
 
+    def test_another_sample(self, browser: Browser) -> None:
+        before = browser.pixels("main-plot")
+        browser.find("#seed-next").click()
+        browser.settle()
+        assert browser.state()["seed"] == 2
+        assert browser.pixels("main-plot") != before
+
+    def test_layers_come_and_go(self, browser: Browser) -> None:
+        before = browser.pixels("main-plot")
+        for layer in ("points", "closed", "dyt", "derf", "dyisru", "path"):
+            box = browser.find(f"[data-layer={layer}]")
+            for is_there in (False, True):
+                box.click()
+                browser.settle()
+                assert (browser.pixels("main-plot") == before) == is_there, layer
+
     def test_fits_follow_the_sample_until_moved_by_hand(self, browser: Browser) -> None:
         browser.find("#beta-closed").click()
         browser.set(sigma=3)
@@ -438,12 +454,35 @@ class TestControls:
         sample = simulate().tokens[0]
         assert browser.state()["steps"] == pytest.approx((20 - sample[-1]) / STEP, rel=1e-12)
 
+    def test_a_number_can_be_typed_sign_by_sign(self, browser: Browser) -> None:
+        for name, text in (
+            ("position", "-20.55"),
+            ("steps", "0.05"),
+            ("sigma", "1.05"),
+            ("channels", "120"),
+        ):
+            field = browser.find(f"#{name}")
+            field.clear()
+            for sign in text:
+                field.send_keys(sign)
+                browser.settle()
+            assert (field.get_property("value"), field.get_attribute("aria-invalid")) == (
+                text,
+                None,
+            )
+        assert browser.state()["steps"] == 0.05
+
     BAD = (
         ("channels", "1", "from 2 to 4096, got 1"),
         ("channels", "2.5", "whole number"),
+        ("channels", "", "whole number"),
+        ("sigma", "0", "positive"),
+        ("sigma", "-2", "positive"),
         ("sigma", "", "positive.*, got nothing"),
         ("seed", "-1", "seed"),
         ("steps", "", "number"),
+        ("steps", "1e99", "number"),
+        ("alpha", "0", "positive"),
         ("beta", "-3", "positive"),
         ("t", "1.5", "from 0 to 1"),
     )
@@ -503,6 +542,22 @@ class TestControls:
         assert browser.state().items() >= choices.items()
         assert browser.pixels("main-plot") == picture
 
+    def test_a_link_with_settings_is_followed(self, browser: Browser) -> None:
+        browser.run("location.hash = '#channels=7&steps=2'")
+        browser.settle()
+        browser.settle()
+        assert (browser.state()["channels"], browser.state()["steps"]) == (7, 2)
+
+    def test_a_complaint_goes_when_the_value_changes_otherwise(self, browser: Browser) -> None:
+        from selenium.webdriver.common.keys import Keys
+
+        browser.find("#steps").clear()
+        assert browser.find("#steps-complaint").text != ""
+        browser.find("#handle").send_keys(Keys.ARROW_RIGHT)
+        browser.settle()
+        assert browser.find("#steps-complaint").text == ""
+        assert browser.find("#steps").get_property("valueAsNumber") == pytest.approx(5.1)
+
     def test_nonsense_in_the_address_is_ignored(self, browser: Browser, page: Path) -> None:
         browser.open(page, "#channels=1&sigma=x&t=&view=none&seed=5&unknown=3")
         browser.settle()
@@ -542,6 +597,57 @@ class TestHandle:
         assert browser.find("[data-number=outlier-x]").text == f"{after['outlierX']:.6g}".replace(
             "-", "−"
         )
+
+    def test_it_lies_on_the_point(self, browser: Browser) -> None:
+        numbers = browser.numbers()
+        box = browser.run(
+            "return document.querySelector('#main-plot .u-over').getBoundingClientRect().toJSON()"
+        )
+        handle = browser.run(
+            "return document.querySelector('#handle').getBoundingClientRect().toJSON()"
+        )
+        x, y, reach = numbers["outlierX"], numbers["outlierY"], numbers["curves"]["x"][-1]
+        assert handle["x"] + 22 - box["x"] == pytest.approx(
+            (x + reach) / (2 * reach) * box["width"], abs=1.5
+        )
+        most = 1.14 * math.sqrt(99)
+        assert handle["y"] + 22 - box["y"] == pytest.approx(
+            (most - y) / (2 * most) * box["height"], abs=1.5
+        )
+
+    def test_a_drag_ends_at_the_edge_and_the_axes_stand_still(self, browser: Browser) -> None:
+        from selenium.webdriver import ActionChains
+
+        reach = browser.numbers()["curves"]["x"][-1]
+        action = ActionChains(browser.driver, duration=20).click_and_hold(browser.find("#handle"))
+        action.move_by_offset(400, 0).perform()
+        browser.settle()
+        held = browser.numbers()
+        ActionChains(browser.driver).release().perform()
+        assert held["curves"]["x"][-1] == reach
+        assert held["outlierX"] == pytest.approx(0.98 * reach)
+
+    def test_a_finger_drags_it_too(self, browser: Browser) -> None:
+        browser.look(390, 844, "light")
+        browser.run("document.querySelector('#main-plot').scrollIntoView({block: 'center'})")
+        browser.settle()
+        before = browser.numbers()["outlierX"]
+        box = browser.run(
+            "return document.querySelector('#handle').getBoundingClientRect().toJSON()"
+        )
+        x, y = box["x"] + 22, box["y"] + 22
+        for kind, points in (
+            ("touchStart", [{"x": x, "y": y}]),
+            # Upwards too, which elsewhere on the page would scroll it.
+            ("touchMove", [{"x": x - 20, "y": y - 40}]),
+            ("touchMove", [{"x": x - 60, "y": y - 90}]),
+            ("touchEnd", []),
+        ):
+            browser.driver.execute_cdp_cmd(
+                "Input.dispatchTouchEvent", {"type": kind, "touchPoints": points}
+            )
+        browser.settle()
+        assert browser.numbers()["outlierX"] < before - 10
 
     def test_the_keyboard_moves_it(self, browser: Browser) -> None:
         from selenium.webdriver.common.keys import Keys
@@ -596,7 +702,7 @@ class TestLook:
             for ground in ("page", "card"):
                 assert contrast(colours[name], colours[ground]) >= least, (name, ground)
 
-    @pytest.mark.parametrize("width", [320, 1280])
+    @pytest.mark.parametrize("width", [320, 390, 1280])
     def test_nothing_is_wider_than_the_screen(self, width: int, browser: Browser) -> None:
         browser.look(width, 844, "light")
         assert browser.set(
@@ -613,6 +719,13 @@ class TestLook:
             "return document.querySelector('canvas').getBoundingClientRect().toJSON()"
         )
         assert 0.5 * width < canvas["width"] < width
+
+    def test_the_plots_follow_the_window(self, browser: Browser) -> None:
+        wide = browser.run("return document.querySelector('canvas').clientWidth")
+        browser.look(1000, 900, "light")
+        browser.settle()
+        browser.settle()
+        assert 200 < browser.run("return document.querySelector('canvas').clientWidth") < wide
 
 
 def contrast(first: str, second: str) -> float:
