@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -60,11 +59,7 @@ def main() -> None:
     if options.static:
         print_static()
         return
-    if not torch.cuda.is_available() or not _triton.available():
-        sys.exit(
-            "benchmarks.gpu needs a GPU that torch and Triton can use; none is here, and nothing "
-            "was measured"
-        )
+    require_gpu("benchmarks.gpu")
     end = time.monotonic() + 60 * options.minutes
     files.require_writable(options.out, overwrite=True)
     check_family("cuda")
@@ -82,10 +77,17 @@ def main() -> None:
             return
 
 
+def require_gpu(command: str) -> None:
+    """End a command that cannot measure anything here."""
+    if not torch.cuda.is_available() or not _triton.available():
+        sys.exit(
+            f"{command} needs a GPU that torch and Triton can use; none is here, and nothing was "
+            "measured"
+        )
+
+
 def rows() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every row with the name of its table, the most important first."""
-    for size in SIZES[:2]:
-        yield "product", measure_product(*size, "cuda")
     for size in SIZES[:2]:
         yield "family", measure_family(*size, torch.bfloat16, "cuda")
     for name, shape in gpu_models.SHAPES.items():
@@ -351,34 +353,6 @@ def peers(columns: int, **options: Any) -> dict[str, nn.Module]:
 
         found["rms_norm quack"] = QuackRMSNorm(columns, **options)
     return found
-
-
-def measure_product(rows: int, width: int, device: str) -> dict[str, Any]:
-    """Time the fused product, and the plain one with its residual, also followed by a norm."""
-    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    x = torch.randn(rows, width, **options)
-    residual = torch.randn(rows, width, **options)
-    weight = torch.randn(width, width, **options)
-    ones = torch.ones(width, **options)
-    layer = layer_arguments(width, float(width), width**0.5, **options)
-
-    def normed() -> Tensor:
-        product = torch.addmm(residual, x, weight.t())
-        return F.layer_norm(product, (width,), ones)
-
-    contenders = {
-        "product with residual": lambda: torch.addmm(residual, x, weight.t()),
-        "product, then residual": lambda: x @ weight.t() + residual,
-        "product with residual, then layer_norm": normed,
-        "fused with dyisru": lambda: fused(x, weight, residual, layer),
-    }
-    results = measure(contenders, contenders)
-    product = results["product with residual"]["median"]
-    operations = 2 * rows * width * width
-    for times in results.values():
-        times["over_product"] = round(times["median"] / product, 3)
-        times["teraflops"] = round(operations / times["median"] / 1e9, 1)
-    return {"m": rows, "n": width, "k": width, "dtype": "bfloat16", "contenders": results}
 
 
 def measure(

@@ -177,7 +177,7 @@ def steps(shape: Shape, **options: Any) -> Iterator[tuple[str, Callable[[], Tens
 
 def _step(model: Any, call_inputs: tuple[Any, ...], optimizer: torch.optim.Optimizer) -> Tensor:
     loss: Tensor = model(*call_inputs).square().mean()
-    loss.backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
     return loss

@@ -11,7 +11,7 @@ START = "<!-- {name}: made by python -m benchmarks.tables -->"
 END = "<!-- end -->"
 LAYERS = {"linear": "a line", "dyisru": "DyISRU", "dyt": "scaled DyT", "derf": "scaled Derf"}
 MODELS = {"minilm": "all-MiniLM-L6-v2", "smollm2": "SmolLM2-135M", "dinov2": "DINOv2-small"}
-# Products with at most so many rows have tiles of their own.
+# Products with at most so many rows are those of decoding.
 FEW_ROWS = 64
 RETRIEVED = {"untrained": "DyISRU, no training", "demo": "DyISRU, 500 steps"}
 Row = dict[str, Any]

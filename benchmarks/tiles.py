@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,11 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if not torch.cuda.is_available() or not _triton.available():
-        sys.exit(
-            "benchmarks.tiles needs a GPU that torch and Triton can use; none is here, and nothing "
-            "was measured"
-        )
+    gpu.require_gpu("benchmarks.tiles")
     files.require_writable(options.out, overwrite=True)
     result: dict[str, Any] = {"device": gpu.describe_device(), "host": measure_host(), "rows": []}
     for row in rows():
