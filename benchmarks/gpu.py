@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.gpu`` first checks every output. It measures the most important first, and
 writes benchmarks/results/gpu.json after every row, so that a run that is cut off keeps its rows.
-Device time is that of a replayed CUDA graph; host time is that of a call on 16 rows, without
-waiting. ``--static`` needs no GPU. To run only the checks, under the memory checker:
+Whole models are compiled at once, each in a process, and then timed one after the other. Device time
+is that of a replayed CUDA graph; host time is that of a call on 16 rows, without waiting.
+``--static`` needs no GPU. To run only the checks, under the memory checker:
 
     compute-sanitizer --tool memcheck python -m benchmarks.gpu --check
     compute-sanitizer --tool racecheck python -m benchmarks.gpu --check
@@ -14,11 +15,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +93,11 @@ def require_gpu(command: str) -> None:
 
 def rows() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield every row with the name of its table, the most important first."""
-    for size in SIZES[:2]:
+    for row in measure_models():
+        yield "models", row
+    for size in SIZES:
         yield "family", measure_family(*size, torch.bfloat16, "cuda")
-    for name, shape in gpu_models.SHAPES.items():
-        for row in measure_model(gpu_models.forwards(shape, **BFLOAT16), graph=True):
-            yield "models", {"model": name, "pass": "forward", **row}
-        if name in gpu_models.TRAINED:
-            for row in measure_model(gpu_models.steps(shape, **BFLOAT16), graph=False):
-                yield "models", {"model": name, "pass": "training step", **row}
-    for size in SIZES[2:]:
-        yield "family", measure_family(*size, torch.bfloat16, "cuda")
+    yield "host", measure_host(SIZES[1][1], torch.bfloat16, "cuda")
     for size in SIZES:
         yield "family", measure_family(*size, torch.float32, "cuda")
 
@@ -117,28 +117,77 @@ def print_static() -> None:
         sys.exit("\n".join(broken))
 
 
-def measure_model(
-    contenders: Iterator[tuple[str, Contender]], graph: bool
-) -> Iterator[dict[str, Any]]:
-    """Yield the milliseconds of each contender, of its replayed graph, and its peak memory."""
-    outputs: dict[str, Any] = {}
-    for name, call in contenders:
-        row: dict[str, Any] = {"contender": name}
-        try:
+def measure_models() -> Iterator[dict[str, Any]]:
+    """Yield the rows of all models."""
+    context = multiprocessing.get_context("spawn")
+    workers = []
+    for name, is_trained in gpu_models.passes():
+        here, there = context.Pipe()
+        context.Process(target=measure_model, args=(name, is_trained, there), daemon=True).start()
+        # If the process dies, receiving from it then ends.
+        there.close()
+        workers.append(here)
+    compiled = [worker for worker in workers if _received(worker)]
+    for worker in compiled:
+        worker.send("go on")
+        yield from _received(worker)
+
+
+def _received(worker: Connection) -> Any:
+    """Return what a process sends; nothing if it died, which it has said itself."""
+    try:
+        return worker.recv()
+    except EOFError:
+        return []
+
+
+def measure_model(name: str, is_trained: bool, parent: Connection) -> None:
+    """Compile every contender and compare its outputs; when the parent says so, time them.
+
+    The parent gets a row for each: the milliseconds by the clock, those of a replayed graph, and the
+    memory that a call takes beyond what it starts with.
+    """
+    make = gpu_models.steps if is_trained else gpu_models.forwards
+    title = {"model": name, "pass": "training step" if is_trained else "forward"}
+    rows: list[dict[str, Any]] = []
+    outputs: dict[str, Tensor] = {}
+    times: list[tuple[dict[str, Any], Contender, list[float]]] = []
+    for contender, call in make(name, **BFLOAT16):
+        row: dict[str, Any] = {**title, "contender": contender}
+        rows.append(row)
+        with _noted_in(row, "error"):
             output = call().detach().float()
             # Contenders of one kind have the same weights.
-            expected = outputs.setdefault(name.split()[0], output)
+            expected = outputs.setdefault(contender.split()[0], output)
             row["difference"] = round(float((output - expected).norm() / expected.norm()), 5)
             assert row["difference"] <= MOST_DIFFERENT, "the outputs differ"
-            torch.cuda.reset_peak_memory_stats()
-            row |= spread([wall_time(call) for _ in range(ROUNDS)])
-            row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 3)
-            if graph:
-                row["graph"] = round(device_time(call), 5)
-        # The others are worth measuring if one cannot run.
-        except Exception as error:
-            row["error"] = repr(error)
-        yield row
+            times.append((row, call, []))
+    outputs.clear()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    parent.send("compiled")
+    parent.recv()
+    for _ in range(ROUNDS):
+        for _, call, milliseconds in times:
+            milliseconds.append(wall_time(call))
+    for row, call, milliseconds in times:
+        row |= spread(milliseconds)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        row["working_gib"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
+        with _noted_in(row, "graph_error"):
+            row["graph"] = round(device_time(call), 5)
+    parent.send(rows)
+
+
+@contextmanager
+def _noted_in(row: dict[str, Any], key: str) -> Iterator[None]:
+    """Note an error in a row: the other contenders are worth measuring if one cannot run."""
+    try:
+        yield
+    except Exception as error:
+        row[key] = repr(error)
 
 
 def wall_time(call: Contender, seconds: float = 0.2) -> float:
@@ -262,9 +311,10 @@ def fused(x: Tensor, weight: Tensor, residual: Tensor, layer: tuple[Any, ...]) -
 
 def measure_family(rows: int, columns: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Time each contender's forward pass, and forward with backward."""
+    # Else torch compiles for any number of rows from the second size on.
+    torch.compiler.reset()
     forward, both = contenders(rows, columns, dtype, device)
-    few_forward, few_both = contenders(HOST_ROWS, columns, dtype, device)
-    forward_times, both_times = measure(forward, few_forward), measure(both, few_both)
+    forward_times, both_times = measure(forward), measure(both)
     copy = forward_times["copy"]["median"]
     for times in forward_times.values():
         times["over_floor"] = round(times["median"] / copy, 3)
@@ -283,6 +333,17 @@ def measure_family(rows: int, columns: int, dtype: torch.dtype, device: str) -> 
     }
 
 
+def measure_host(columns: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Return the milliseconds that each contender takes the host, on few rows."""
+    torch.compiler.reset()
+    row: dict[str, Any] = {"rows": HOST_ROWS, "columns": columns}
+    for title, calls in zip(
+        ("forward", "both"), contenders(HOST_ROWS, columns, dtype, device), strict=True
+    ):
+        row[title] = {name: round(host_time(calls[name]), 5) for name in runnable(calls)}
+    return row
+
+
 def contenders(
     rows: int, columns: int, dtype: torch.dtype, device: str
 ) -> tuple[dict[str, Contender], dict[str, Contender]]:
@@ -292,14 +353,17 @@ def contenders(
     grad = torch.randn(rows, columns, **options)
     y = torch.empty(rows, columns, **options)
     leaf = x.detach()
+    # The code of a layer is compiled for two functions, two sizes, with gradients and without.
+    torch._dynamo.config.recompile_limit = 16
+    compiled: Any = partial(torch.compile, dynamic=False)
     modules: dict[str, nn.Module] = {
         "layer_norm": nn.LayerNorm(columns, **options),
         "rms_norm": nn.RMSNorm(columns, **options),
-        "layer_norm compiled": torch.compile(nn.LayerNorm(columns, **options)),
-        "rms_norm compiled": torch.compile(nn.RMSNorm(columns, **options)),
+        "layer_norm compiled": compiled(nn.LayerNorm(columns, **options)),
+        "rms_norm compiled": compiled(nn.RMSNorm(columns, **options)),
         "dyisru layer": dynorm.DyISRU(columns, **options),
-        "dyisru compiled": torch.compile(dynorm.DyISRU(columns, **options)),
-        "dyt compiled": torch.compile(dynorm.DyT(columns, **options)),
+        "dyisru compiled": compiled(dynorm.DyISRU(columns, **options)),
+        "dyt compiled": compiled(dynorm.DyT(columns, **options)),
         "dyt layer": dynorm.DyT(columns, **options),
         "derf layer": dynorm.Derf(columns, **options),
         "dyisru layer, few witnesses": dynorm.DyISRU(columns, witnesses=FEW, **options),
@@ -355,26 +419,26 @@ def peers(columns: int, **options: Any) -> dict[str, nn.Module]:
     return found
 
 
-def measure(
-    contenders: dict[str, Contender], few: dict[str, Contender]
-) -> dict[str, dict[str, float]]:
-    """Return the milliseconds of each contender on the device, over interleaved rounds, and on the host."""
-    times: dict[str, list[float]] = {}
-    for turn in range(ROUNDS + 1):
-        for name, call in contenders.items():
-            # The first turn compiles; a peer that cannot run is left out.
-            if turn == 0:
-                try:
-                    call()
-                    times[name] = []
-                except Exception as error:
-                    print(f"{name} cannot run: {error!r}", flush=True)
-            elif name in times:
-                times[name].append(device_time(call))
-    results = {}
-    for name, milliseconds in times.items():
-        results[name] = {**spread(milliseconds), "host": round(host_time(few[name]), 5)}
-    return results
+def measure(contenders: dict[str, Contender]) -> dict[str, dict[str, float]]:
+    """Return the milliseconds of each contender on the device, over interleaved rounds."""
+    times: dict[str, list[float]] = {name: [] for name in runnable(contenders)}
+    for _ in range(ROUNDS):
+        for name, milliseconds in times.items():
+            milliseconds.append(device_time(contenders[name]))
+    return {name: spread(milliseconds) for name, milliseconds in times.items()}
+
+
+def runnable(contenders: dict[str, Contender]) -> list[str]:
+    """Call each contender, which compiles it, and return those that ran."""
+    names = []
+    for name, call in contenders.items():
+        try:
+            call()
+            names.append(name)
+        # A peer that cannot run is left out.
+        except Exception as error:
+            print(f"{name} cannot run: {error!r}", flush=True)
+    return names
 
 
 def spread(milliseconds: list[float]) -> dict[str, float]:
