@@ -126,7 +126,6 @@ def __getattr__(name: str) -> Any:
 _HOOKS = {
     "transformers.quantizers.auto": "dynorm.hub.api:register_quantizer",
     "transformers.modeling_utils": "dynorm.hub.api:register_with_transformers",
-    "transformers.trainer_pt_utils": "dynorm.hub.decay:leave_out_of_decay",
 }
 for _module, _function in _HOOKS.items():
     call_after_import(_module, _function)
