@@ -26,22 +26,21 @@ def paper(
     Example: dynorm paper --out paper
     """
     require_library("matplotlib", "the figures", "paper")
-    from dynorm.paper.figures import FIGURES, FORMATS, draw, render
+    from dynorm.paper.figures import FIGURES, draw, render
     from dynorm.paper.generality import reproduce
     from dynorm.paper.table import document, printed
 
     table = out / "table.json"
-    pictures = [(name, format) for name in FIGURES for format in FORMATS]
-    for path in (table, *(out / f"{name}.{format}" for name, format in pictures)):
+    pictures = {name: out / f"{name}.png" for name in FIGURES}
+    for path in (table, *pictures.values()):
         require_writable(path, overwrite=overwrite)
     reproduction = reproduce(samples, progress_bar("study"))
     write_text(table, json.dumps(document(reproduction), indent=1) + "\n")
-    figures = {name: draw(name, reproduction) for name in FIGURES}
-    for name, format in pictures:
-        write_bytes(out / f"{name}.{format}", render(figures[name], format))
+    for name, path in pictures.items():
+        write_bytes(path, render(draw(name, reproduction)))
     for part in printed(reproduction):
         typer.echo(part)
-    typer.echo(f"{out} has the results as table.json, and {', '.join(FIGURES)} as PNG and SVG.")
+    typer.echo(f"{out} has the results as table.json, and {', '.join(FIGURES)} as PNG.")
 
 
 @app.command()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORMATS = ("png", "svg")
 _COLORS = {"DyT": COLOURS["dyt"], "DyISRU": COLOURS["dyisru"]}
 _MARKERS = {"DyT": "s", "DyISRU": "o"}
 _DASHED = (0, (5, 1.5))
@@ -50,20 +49,13 @@ def draw(name: str, reproduction: Reproduction) -> Figure:
     return figure
 
 
-def render(figure: Figure, format: str, dpi: int = 220) -> bytes:
-    """Return a figure as the bytes of a file in one of :data:`FORMATS`, the same in every run.
-
-    ``dpi`` is the resolution of a png.
-    """
+def render(figure: Figure, dpi: int = 220) -> bytes:
+    """Return a figure as the bytes of a PNG file, the same in every run."""
     from matplotlib import rc_context
 
-    metadata: dict[str, None] = {}
-    if format == "svg":
-        # No date, so that the files of two runs are equal.
-        metadata["Date"] = None
     buffer = io.BytesIO()
     with rc_context(fname=_STYLE):
-        figure.savefig(buffer, format=format, dpi=dpi, metadata=metadata)
+        figure.savefig(buffer, format="png", dpi=dpi)
     return buffer.getvalue()
 
 
