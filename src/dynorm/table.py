@@ -97,6 +97,18 @@ def _text(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def digits(value: float | None) -> str:
+    """Return a number with three digits behind the point; None is a dash."""
+    if value is None:
+        return "–"
+    return f"{value:.3f}".replace("-", "−")
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural if there is not one."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def wrapped(text: str) -> str:
     """Return a paragraph in lines of :data:`WIDTH`, or of the terminal's if that is less."""
     return textwrap.fill(text, min(WIDTH, _terminal_width(WIDTH)), break_long_words=False)

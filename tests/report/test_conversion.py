@@ -96,13 +96,13 @@ class TestSites:
         original, model, report = case
         batches = text_batches(4, seed=2)
         sites = dynorm.find_norms(original, **batches[0])
-        monkeypatch.setattr("dynorm.report.values.find_norms", None)
+        monkeypatch.setattr("dynorm.report.sites.find_norms", None)
         assert measure(model, batches, original=original, sites=sites) == report
 
     @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
     def test_every_layer_and_a_kept_norm(self, to: str) -> None:
         original = toy()
-        model = converted(original, toy_batches(), {"1": to, "*": None}, per_channel=True)
+        model = converted(original, toy_batches(), {"1": to, "*": None})
         report = measure(model, toy_batches(seed=1), original=original)
         assert [(site.path, site.layer) for site in report.sites] == [("1", to)]
         assert report.sites[0].error_now < 1

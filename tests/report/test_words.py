@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynorm.report import ModelReport, OutputReport
-from dynorm.report.words import about_sites, dependence
+from dynorm.report.model_report import about_sites, dependence
 from tests.report.cases import toy_report
 
 

@@ -36,7 +36,6 @@ def convert_pretrained(
     recipe.check()
     _require_one_process()
     source = Path(source)
-    require_library("matplotlib", "the report's pictures")
     if recipe.steps != 0:
         require_library("accelerate", "distillation (or --steps 0)")
     require_output(source, out, overwrite=overwrite)

@@ -23,8 +23,9 @@ from dynorm.plain import JsonObject
 from dynorm.recipe import LANGUAGE, Recipe, defaults_of
 from dynorm.replace import convert_
 from dynorm.replace.options import chosen_options
-from dynorm.report import ModelReport, measure, words
+from dynorm.report import ModelReport, measure
 from dynorm.report.conversion import compare
+from dynorm.report.model_report import STAGES, about_loss, ways_on
 from dynorm.train import distill_
 
 Say = Callable[[str], None]
@@ -66,23 +67,14 @@ def convert_in_stages_(
                 sites = means.norms
                 say(means.summary())
                 course.details["fold_means"] = means.to_dict()
-        converted = convert_(
-            model,
-            sites,
-            recipe.layers,
-            center=recipe.center,
-            witnesses=recipe.witnesses,
-        )
+        converted = convert_(model, sites, recipe.layers, witnesses=recipe.witnesses)
         say(converted.summary())
         course.run("calibrate", calibrate_, data.calibration)
-        ways = words.ways_on(bool(recipe.steps), bool(recipe.witnesses))
+        ways = ways_on(bool(recipe.steps), bool(recipe.witnesses))
         say(f"To lose less: {ways}.")
         if recipe.steps:
             if recipe.removes_norms:
                 _try_to_fold(model, batch, recipe, say)
-            # It imports transformers.
-            from dynorm.jobs.progress import Progress
-
             course.run(
                 "distill",
                 distill_,
@@ -93,7 +85,6 @@ def convert_in_stages_(
                 seed=recipe.seed,
                 bf16=recipe.bf16,
                 checkpoints=recipe.checkpoints,
-                callbacks=[Progress(say)],
             )
         begun = time.perf_counter()
         report = measure(
@@ -141,8 +132,8 @@ class _Course:
         seconds = time.perf_counter() - begun
         self.seconds[name] = round(seconds, 2)
         output = compare(self._model, self._original, self._compared)
-        done = words.STAGES[name]
-        self._say(f"{done}, in {seconds:.0f} s, on a few samples: {words.about_loss(output)}")
+        done = STAGES[name]
+        self._say(f"{done}, in {seconds:.0f} s, on a few samples: {about_loss(output)}")
         self.details[name] = report.to_dict() | {"output": asdict(output)}
 
 

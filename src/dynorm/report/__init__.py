@@ -10,9 +10,9 @@ from dynorm.fold import FoldedSite, FoldReport
 from dynorm.replace import ConversionReport
 from dynorm.report.conversion import measure
 from dynorm.report.inspection import inspect_norms
+from dynorm.report.inspection_report import InspectedSite, InspectionReport
+from dynorm.report.model_report import ModelReport, SiteReport
 from dynorm.report.output import OutputReport
-from dynorm.report.records import InspectedSite, SiteReport
-from dynorm.report.reports import InspectionReport, ModelReport
 
 __all__ = [
     "CalibrationReport",

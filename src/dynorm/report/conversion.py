@@ -15,10 +15,9 @@ from dynorm.family import NAMES
 from dynorm.guard import hooked, require_plain_model, undisturbed
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.replace.converted import require_layers, warn_of_defaults
+from dynorm.report.model_report import ModelReport, SiteReport
 from dynorm.report.output import OutputComparison, OutputReport, both_outputs
-from dynorm.report.records import SiteReport
-from dynorm.report.reports import ModelReport
-from dynorm.report.values import SiteStats, reached_sites, with_sites
+from dynorm.report.sites import SiteStats, reached_sites, with_sites
 from dynorm.site import NormSite
 from dynorm.wrappers import plain_modules, plain_name
 
@@ -219,7 +218,7 @@ class _LayerStats(SiteStats):
             tokens=self.tokens,
             layer=NAMES.get(type(layer), type(layer).__name__),
             error_now=self._error(),
-            beta=float(layer.beta().detach().median()),
+            beta=float(layer.beta().detach()),
             witnesses=layer.witness_channels,
             annealing=isinstance(layer, AnnealedNorm) and layer.position < 1,
         )

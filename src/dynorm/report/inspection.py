@@ -1,5 +1,6 @@
 """Look at the norms of a model before they are replaced: outliers, curves, sizes of tokens."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -10,11 +11,17 @@ from dynorm.errors import ModelError, listed
 from dynorm.fit.witnesses import TokenScales
 from dynorm.guard import require_plain_model, undisturbed
 from dynorm.replace.original import run_norms
-from dynorm.report.records import InspectedSite
-from dynorm.report.reports import InspectionReport
-from dynorm.report.values import NormStats, reached_sites, with_sites
+from dynorm.report.curves import Picture, Reservoir
+from dynorm.report.inspection_report import InspectedSite, InspectionReport
+from dynorm.report.sites import SiteStats, reached_sites, with_sites
 from dynorm.site import NormSite
+from dynorm.theory import token_deviation, token_moment
 
+# How many values of a site are kept to fit curves to, and how many of its tokens' largest ones.
+_KEPT = 20_000
+# How many of each are drawn.
+_DRAWN = 1200
+_DRAWN_OUTLIERS = 500
 # The most channels that are tried to explain the sizes of tokens.
 _MOST = 4
 
@@ -86,43 +93,79 @@ def inspect_norms(
     )
 
 
-class _InspectedStats(NormStats):
-    """The statistics of a norm, with its largest token and the channels that explain the sizes."""
+class NormStats(SiteStats):
+    """The sample and the running sums of one norm's inputs."""
 
     def __init__(self, site: NormSite, seed: int) -> None:
-        super().__init__(site, seed)
+        super().__init__(site)
+        self._values = Reservoir(_KEPT, seed)
+        # The largest value of each token.
+        self._outliers = Reservoir(_KEPT, seed + 1)
+        self._largest = 0.0
+        # The sums of the logarithms of the tokens' sigma, and of their squares.
+        self._log_sigma = 0.0
+        self._log_sigma_square = 0.0
         self._scales = TokenScales(site.kind or "layernorm", site.eps, _MOST, least=0.0)
         # Of the largest token: sigma, and the squares of the core.
-        self._sigma = 0.0
+        self._largest_sigma = 0.0
         self._squares = torch.zeros(1, dtype=torch.float64, device="cpu")
 
-    def add(self, x: Tensor, sigma: Tensor, y: Tensor) -> None:
-        super().add(x, sigma, y)
+    def see(self, inputs: Tensor, batch: Batch) -> None:
+        """Add an input of the norm."""
+        x = self.tokens_of(inputs, batch)
+        if not len(x):
+            return
+        tiny = torch.finfo(x.dtype).tiny
+        moment = token_moment(x, self.site.kind) + self.site.eps
+        sigma = moment.sqrt().clamp_min(tiny)
+        y = token_deviation(x, self.site.kind) / sigma[:, None]
+        place = y.abs().argmax(-1, keepdim=True)
+        self._values.add(x, y)
+        self._outliers.add(x.gather(-1, place), y.gather(-1, place))
+        self._largest = max(self._largest, float(y.abs().max()))
+        log_sigma = sigma.double().log()
+        self._log_sigma += float(log_sigma.sum())
+        self._log_sigma_square += float(log_sigma.square().sum())
+        self.tokens += len(x)
         self._scales.update(x)
-        largest, row = sigma.max(0)
-        if float(largest) > self._sigma:
-            self._sigma = float(largest)
+        largest_sigma, row = sigma.max(0)
+        if float(largest_sigma) > self._largest_sigma:
+            self._largest_sigma = float(largest_sigma)
             self._squares = y[row].double().square()
 
     def report(self) -> InspectedSite:
         """Return the row of the report."""
+        is_centred = self.site.kind == "layernorm"
+        center = float(self._values.pairs[0].mean()) if is_centred else 0.0
+        scale = math.sqrt(max(self.channels - is_centred, 1))
+        mean = self._log_sigma / self.tokens
+        variance = self._log_sigma_square / self.tokens - mean * mean
+        typical = math.exp(mean)
+        x, y = self._values.pairs[:, :_DRAWN].tolist()
+        outlier_x, outlier_y = self._outliers.pairs[:, :_DRAWN_OUTLIERS].tolist()
         shares = self._squares / self._squares.sum().clamp_min(1e-300)
         channel = int(shares.argmax())
         explained = self._scales.choose().explained
         # Fewer channels may be chosen.
         by_count = {count: max(explained[: count + 1][-1], 0.0) for count in (1, _MOST)}
         return InspectedSite(
-            **self.figures(),
-            largest=self._sigma / self.typical_sigma,
+            path=self.site.path,
+            kind=self.site.kind,
+            channels=self.channels,
+            tokens=self.tokens,
+            outlier=self._largest,
+            sigma_spread=math.sqrt(max(variance, 0.0)),
+            core=self._values.fit(center, scale, typical),
+            outliers=self._outliers.fit(center, scale, typical),
+            picture=Picture(x, y, outlier_x, outlier_y, typical),
+            largest=self._largest_sigma / typical,
             channel=channel,
             share=float(shares[channel]),
             explained=by_count,
         )
 
 
-def _watched(
-    model: nn.Module, sites: Sequence[NormSite], seed: int
-) -> dict[nn.Module, _InspectedStats]:
+def _watched(model: nn.Module, sites: Sequence[NormSite], seed: int) -> dict[nn.Module, NormStats]:
     """Return the statistics of each norm, by its module."""
     modules = dict(model.named_modules(remove_duplicate=False))
     watched = {}
@@ -131,7 +174,7 @@ def _watched(
             continue
         if site.path not in modules:
             raise ModelError(f"the sites must be those of this model, but it has no {site.path!r}")
-        watched[modules[site.path]] = _InspectedStats(site, seed + 2 * site.order)
+        watched[modules[site.path]] = NormStats(site, seed + 2 * site.order)
     if not watched:
         reasons = [f"{site.path} ({site.refused})" for site in sites]
         why = (

@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,10 @@ import torch
 
 from dynorm.errors import require_library
 from dynorm.family import FAMILY
-from dynorm.report.values import FUNCTIONS, CurveFit, Picture
+from dynorm.report.curves import FUNCTIONS, CurveFit, Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # Matplotlib only knows fixed colours. These are replaced in the SVG by variables of the page, whose
 # values differ by day and night.
@@ -29,7 +28,6 @@ _STYLES = {"linear": (0, (1, 1.5)), "dyt": (0, (4, 2)), "dyisru": "solid"}
 # widest labels, so the pictures of a page are aligned; matplotlib's layouts would measure all
 # labels, which takes as long as the drawing.
 _PLACE = (0.19, 0.16, 0.74, 0.81)
-_PLACE_OF_CURVE = (0.08, 0.22, 0.9, 0.74)
 # Both axes are linear up to here and logarithmic beyond, in typical sigmas.
 _KNEE = 2.0
 
@@ -40,32 +38,12 @@ def svg_picture(name: str, words: str, fit: CurveFit, sample: Picture) -> str:
     The ``name`` keeps the ids of its parts different from those of other pictures in the page;
     ``words`` describe the picture to a reader who cannot see it.
     """
-    figure = _figure((4.4, 3.1))
-    draw(figure.add_axes(_PLACE), fit, sample, _OF_THE_PAGE | _DOTS)
-    return _svg(figure, name, words)
-
-
-def svg_curve(losses: Sequence[tuple[int, float]]) -> str:
-    """Return the curve of pairs of a step and a loss as an ``<svg>`` element, in the page's colours."""
-    (first, before), (last, after) = losses[0], losses[-1]
-    words = f"The loss from {before:.3f} at step {first} to {after:.3f} at {last}"
-    figure = _figure((9.2, 2.4))
-    axes = figure.add_axes(_PLACE_OF_CURVE)
-    axes.plot(*zip(*losses, strict=True), color=_OF_THE_PAGE["dyisru"])
-    _frame(axes, "step", "loss", _OF_THE_PAGE)
-    return _svg(figure, "loss", words)
-
-
-def _figure(inches: tuple[float, float]) -> "Figure":
     require_library("matplotlib", "an HTML report")
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    return Figure(figsize=inches)
-
-
-def _svg(figure: "Figure", name: str, words: str) -> str:
-    from matplotlib import rc_context
-
+    figure = Figure(figsize=(4.4, 3.1))
+    draw(figure.add_axes(_PLACE), fit, sample, _OF_THE_PAGE | _DOTS)
     buffer = io.StringIO()
     # The salt makes the ids of this picture differ from those of the others in the page.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
@@ -100,7 +78,11 @@ def draw(axes: "Axes", fit: CurveFit, sample: Picture, colors: Mapping[str, str]
     axes.locator_params(numticks=7)
     axes.set_xlim(knee * math.sinh(left), knee * math.sinh(right))
     axes.set_ylim(-_KNEE * math.sinh(top), _KNEE * math.sinh(top))
-    _frame(axes, "input x − centre" if fit.center else "input x", "norm's core y", colors)
+    axes.set_xlabel("input x − centre" if fit.center else "input x", color=colors["soft"])
+    axes.set_ylabel("norm's core y", color=colors["soft"])
+    axes.tick_params(which="both", colors=colors["edge"], labelcolor=colors["soft"], labelsize=9)
+    for spine in axes.spines.values():
+        spine.set_color(colors["edge"])
     # As pixels: a thousand dots of an SVG are a hundred kilobytes.
     axes.plot(x, sample.y, "o", color=colors["point"], markersize=2.5, rasterized=True)
     for bound in (-fit.scale, fit.scale):
@@ -112,11 +94,3 @@ def draw(axes: "Axes", fit: CurveFit, sample: Picture, colors: Mapping[str, str]
     for name in FUNCTIONS:
         y = fit.curve(name, curve + fit.center)
         axes.plot(curve, y, color=colors[name], linewidth=1.5, linestyle=_STYLES[name])
-
-
-def _frame(axes: "Axes", x_label: str, y_label: str, colors: Mapping[str, str]) -> None:
-    axes.set_xlabel(x_label, color=colors["soft"])
-    axes.set_ylabel(y_label, color=colors["soft"])
-    axes.tick_params(which="both", colors=colors["edge"], labelcolor=colors["soft"], labelsize=9)
-    for spine in axes.spines.values():
-        spine.set_color(colors["edge"])

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from dynorm.errors import require_library
 from dynorm.report.colours import css_colors
-from dynorm.report.pictures import svg_curve, svg_picture
-from dynorm.report.words import digits
-from dynorm.table import Table
+from dynorm.report.pictures import svg_picture
+from dynorm.table import Table, digits
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -31,7 +30,6 @@ def environment() -> "Environment":
     jinja = Environment(loader=PackageLoader("dynorm"), autoescape=select_autoescape(), **options)
     jinja.globals |= {
         "css_colors": css_colors,
-        "curve": lambda losses: Markup(svg_curve(losses)),
         "picture": lambda *parts: Markup(svg_picture(*parts)),
     }
     filters: dict[str, Callable[..., str]] = {

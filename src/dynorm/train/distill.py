@@ -32,7 +32,7 @@ _MEASURED = 4
 
 @dataclass(frozen=True)
 class DistillationReport(Plain):
-    """The course of a distillation.
+    """The outcome of a distillation.
 
     Args:
         steps: how many optimizer steps were taken, those before a checkpoint counted.
@@ -42,7 +42,6 @@ class DistillationReport(Plain):
             annealed model, because it is still a norm then.
         loss_after: the same after training.
         kept: whether the trained weights are kept; False if the weights from before were better.
-        losses: the loss curve: pairs of a step and the mean loss since the pair before.
     """
 
     steps: int
@@ -51,10 +50,9 @@ class DistillationReport(Plain):
     loss_before: float | None = None
     loss_after: float | None = None
     kept: bool = True
-    losses: Sequence[tuple[int, float]] = ()
 
     def __str__(self) -> str:
-        """Return the course in a line, without the curve."""
+        """Return the outcome in a line."""
         title = f"{self.steps:,} steps of distillation in {self.seconds:.0f} s, at a rate of {self.lr:.2g}"
         if self.loss_before is not None and self.loss_after is not None:
             title += f": loss {self.loss_before:.3f} -> {self.loss_after:.3f}"
@@ -214,12 +212,8 @@ def distill_(
             CalibrationWarning,
             stacklevel=2,
         )
-    losses = []
-    for entry in trainer.state.log_history:
-        if "loss" in entry:
-            losses.append((int(entry["step"]), float(entry["loss"])))
     seconds = time.perf_counter() - started
-    return DistillationReport(taken, lr, seconds, loss_before, loss_after, kept, losses)
+    return DistillationReport(taken, lr, seconds, loss_before, loss_after, kept)
 
 
 def _with_first(batches: Iterable[Batch], count: int) -> tuple[list[Batch], Iterator[Batch]]:

@@ -9,7 +9,8 @@ import torch
 from scipy.optimize import minimize_scalar
 
 from dynorm import functional
-from dynorm.report.values import FUNCTIONS, NormStats, Reservoir
+from dynorm.report.curves import FUNCTIONS, Reservoir
+from dynorm.report.inspection import NormStats
 from dynorm.site import NormSite
 
 
@@ -64,19 +65,19 @@ def test_figures_are_those_of_all_tokens(kind: str) -> None:
     stats = NormStats(NormSite("norm", kind=kind, normalized_shape=(24,)), seed=0)
     for part in x.split(77):
         stats.see(part, part)
-    figures = stats.figures()
+    row = stats.report()
     deviation = x - x.mean(1, keepdim=True) if kind == "layernorm" else x
     sigma = deviation.square().mean(1).sqrt()
     norm = functional.layer_norm if kind == "layernorm" else functional.rms_norm
     y = norm(x, eps=0.0)
-    assert figures["tokens"] == 300
-    assert figures["outlier"] == pytest.approx(float(y.abs().max()))
-    assert figures["sigma_spread"] == pytest.approx(float(sigma.log().std(correction=0)))
+    assert row.tokens == 300
+    assert row.outlier == pytest.approx(float(y.abs().max()))
+    assert row.sigma_spread == pytest.approx(float(sigma.log().std(correction=0)))
     # All values fit into the sample, and the picture has some of them.
     center = float(x.mean()) if kind == "layernorm" else 0.0
-    assert figures["core"].center == pytest.approx(center)
-    assert figures["core"].scale == pytest.approx(math.sqrt(23 if kind == "layernorm" else 24))
-    picture = figures["picture"]
+    assert row.core.center == pytest.approx(center)
+    assert row.core.scale == pytest.approx(math.sqrt(23 if kind == "layernorm" else 24))
+    picture = row.picture
     core_of = dict(zip(x.flatten().tolist(), y.flatten().tolist(), strict=True))
     for a, b in zip(picture.outlier_x + picture.x, picture.outlier_y + picture.y, strict=True):
         assert core_of[a] == pytest.approx(b)

@@ -1,13 +1,15 @@
-"""The sentences of reports: the channels that a value depends on, and the loss."""
+"""The report of ``measure``: what a conversion costs, in figures and in sentences."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from dynorm.errors import listed
+from dynorm.family import FAMILY
 from dynorm.report.output import OutputReport
-from dynorm.report.records import InspectedSite, SiteReport
-from dynorm.table import Table
+from dynorm.report.report import KINDS, Report
+from dynorm.table import Table, count_of, digits, wrapped
 
 # The bounds of a little and of some loss: more is much. Cosines, correlations and shares lose what
 # they lack of 1.
@@ -24,13 +26,12 @@ _TIMES = 2.0
 _LEAST_ERROR = 0.1
 # The most sites that are named.
 _NAMED = 3
-# With a spread of the tokens' sizes below this, a layer without witnesses loses little.
-_ALIKE = 0.2
 
+# How a model is called after each stage of a conversion, in their order.
 STAGES = {"calibrate": "without training", "distill": "distilled", "fold": "folded"}
-"""How a model is called after each stage of a conversion, in their order."""
 
-FIGURES = {
+# The main figures of each kind of output: fields of OutputReport, and their names.
+_FIGURES = {
     "language": {"loss_now": "loss", "kl": "divergence", "agreement": "same likeliest token"},
     "encoder": {
         "cosine_mean": "mean cosine",
@@ -39,19 +40,130 @@ FIGURES = {
     },
     "tensor": {"cosine_mean": "mean cosine", "error": "output error"},
 }
-"""The main figures of each kind of output: fields of OutputReport, and their names."""
 
 
-def digits(value: float | None) -> str:
-    """Return a number with three digits behind the point; None is a dash."""
-    if value is None:
-        return "–"
-    return f"{value:.3f}".replace("-", "−")
+@dataclass(frozen=True, kw_only=True)
+class SiteReport:
+    """One replaced norm.
+
+    Args:
+        path: the path of the norm.
+        kind: "layernorm" or "rmsnorm".
+        channels: C.
+        tokens: how many tokens the norm saw, padding not counted.
+        layer: the layer that replaced the norm: "dyisru", "dyt", "derf" or "linear".
+        error_now: the error of the layer in the converted model against the norm in the original:
+            root of the squared distance of their outputs over that of the norm's outputs from their
+            channel's mean. 1 is as bad as a constant. None if the two cannot be paired.
+        beta: the layer's constant, as the inverse square of its slope.
+        witnesses: the channels that the layer reads besides each value's own.
+        annealing: whether the layer is still a norm in part.
+    """
+
+    path: str
+    kind: str
+    channels: int
+    tokens: int
+    layer: str
+    error_now: float | None
+    beta: float
+    witnesses: tuple[int, ...]
+    annealing: bool = False
 
 
-def count_of(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural if there is not one."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ModelReport(Report):
+    """The findings of ``measure``.
+
+    Args:
+        model: the class of the model.
+        sites: the replaced norms, in call order; empty if all were folded.
+        output: the model's output, compared with the original's.
+        batches: how many batches were measured.
+        kept: paths of the norms that the model still has.
+        unreached: paths of the layers that no batch reached.
+        left: paths of the layers that cannot be compared with a norm, because they were folded, or
+            the original has them too: they have no row.
+        meta: facts to show with the figures: recipe, texts, seeds, versions, and the ``output``
+            after some ``stages``.
+    """
+
+    _template = "conversion.html"
+    sites: list[SiteReport]
+    output: OutputReport
+    kept: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    def title(self) -> str:
+        """Return one line: the norms that were replaced, and by which layers."""
+        if not self.sites:
+            return f"{self.name}: only the output is compared, because no norm is known"
+        layers = set()
+        for site in self.sites:
+            layers.add(FAMILY[site.layer].title if site.layer in FAMILY else site.layer)
+        norms = count_of(len(self.sites), "norm")
+        return f"{self.name}: {norms} replaced by {' and '.join(sorted(layers))}, {len(self.kept)} kept"
+
+    def verdict(self) -> str:
+        """Return a few sentences: the channels that a value depends on, the loss, and the next step."""
+        sentences = []
+        if self.sites:
+            depends = dependence(self.sites)
+            sentences.append(f"{depends[0].upper()}{depends[1:]}.")
+        stages = self.meta.get("stages", {})
+        sentences.append(_about_fold(stages.get("fold", {})))
+        sentences.append(about_loss(self.output))
+        sentences.append(_about_worst(self.output, self.meta.get("worst_sample")))
+        sentences.append(f"Next: {self._next_step()}.")
+        return " ".join(sentence for sentence in sentences if sentence)
+
+    def _next_step(self) -> str:
+        if self.meta.get("default_constants"):
+            return (
+                "call dynorm.calibrate_(model, batches), because layers with default constants say "
+                "little"
+            )
+        if not _lost_quality(self.output):
+            return "try it on your own task"
+        is_distilled = "distill" in self.meta.get("stages", {})
+        return ways_on(is_distilled, any(site.witnesses for site in self.sites))
+
+    def findings(self) -> list[str]:
+        """Return the verdict and the figures of the stages."""
+        return [wrapped(self.verdict()), str(self.stages() or "")]
+
+    def stages(self) -> Table | None:
+        """Return the figures without training and distilled side by side, if they are known."""
+        return _stage_table(self.meta.get("stages", {}), self.output.kind)
+
+    def table(self) -> Table:
+        """Return the report as a table, one row per site."""
+        columns = ["site", "norm", "layer", "layer error", "β", "named channels"]
+        rows = []
+        for site in self.sites:
+            rows.append(
+                [
+                    site.path,
+                    KINDS[site.kind],
+                    site.layer,
+                    digits(site.error_now),
+                    site.beta,
+                    " ".join(map(str, site.witnesses)) or "–",
+                ]
+            )
+        notes = [f"{path}: not reached" for path in self.unreached]
+        notes += [f"{path}: kept" for path in self.kept]
+        notes += [f"{path}: not compared, its norm is not known" for path in self.left]
+        meaning = (
+            "layer error: distance of the layer's outputs from the norm's over their spread; 1 is as "
+            "bad as a constant"
+        )
+        return Table(columns, rows, [*notes, meaning])
+
+    def advice(self) -> list[str]:
+        """Return the recommendation: which norms to keep, if some stand out."""
+        errors = {site.path: site.error_now for site in self.sites if site.error_now is not None}
+        return [about_sites(errors)]
 
 
 def dependence(sites: Sequence[SiteReport]) -> str:
@@ -67,7 +179,7 @@ def dependence(sites: Sequence[SiteReport]) -> str:
     return "each value depends on its own channel"
 
 
-def lost_quality(output: OutputReport) -> int:
+def _lost_quality(output: OutputReport) -> int:
     """Return how much was lost: 0 is little, 1 some, 2 much."""
     if output.loss_difference is not None:
         # A model that was trained on can be better, and far from the original.
@@ -95,7 +207,7 @@ def _level(loss: float, bounds: Sequence[float]) -> int:
 
 def about_loss(output: OutputReport) -> str:
     """Return a sentence about the loss, or "" if nothing is known."""
-    words = _LOST[lost_quality(output)]
+    words = _LOST[_lost_quality(output)]
     figures = []
     if output.loss_difference is not None:
         if output.loss_difference <= 0 and (output.kl or 0.0) >= _LOSS[0]:
@@ -129,7 +241,7 @@ def ways_on(is_distilled: bool, has_witnesses: bool) -> str:
     return ", or ".join(ways)
 
 
-def about_fold(fold: Mapping[str, Any]) -> str:
+def _about_fold(fold: Mapping[str, Any]) -> str:
     """Return sentences about lines that were to be folded away, or "" without a fold."""
     if not fold:
         return ""
@@ -149,7 +261,7 @@ def about_fold(fold: Mapping[str, Any]) -> str:
     return words
 
 
-def about_worst(output: OutputReport, text: str | None) -> str:
+def _about_worst(output: OutputReport, text: str | None) -> str:
     """Return a sentence about the sample that lost most, with its text if that is known."""
     if output.cosine_min is None:
         return ""
@@ -158,9 +270,9 @@ def about_worst(output: OutputReport, text: str | None) -> str:
     return f'{words}: "{text:.90}".' if text else f"{words}."
 
 
-def stage_table(stages: Mapping[str, Any], kind: str) -> Table | None:
+def _stage_table(stages: Mapping[str, Any], kind: str) -> Table | None:
     """Return the figures after each stage of a conversion side by side, or None without them."""
-    names = FIGURES[kind]
+    names = _FIGURES[kind]
     rows = []
     for name, title in STAGES.items():
         stage = stages.get(name, {})
@@ -185,50 +297,4 @@ def about_sites(errors: Mapping[str, float]) -> str:
     return (
         "If you may keep some norms, keep those of the largest layer errors, over twice the median "
         f"({digits(middle)}): {figures}. A norm is kept with to={{path: None}}, or --to PATH=keep."
-    )
-
-
-def about_massive(sites: Sequence[InspectedSite]) -> str:
-    """Return a sentence: whether the model has massive activations, and in which channels."""
-    massive = [site for site in sites if site.massive]
-    worst = max(massive or sites, key=lambda site: site.largest)
-    if not massive:
-        return (
-            "No massive activations: no token whose sum is mostly in one channel is more than 3 "
-            f"times the usual size. The largest is {worst.largest:.1f} times that size."
-        )
-    channels = ", ".join(dict.fromkeys(str(site.channel) for site in massive))
-    return (
-        f"Massive activations at {len(massive)} of {count_of(len(sites), 'norm')}, in channel "
-        f"{channels}. The largest token is {worst.largest:,.1f} times the usual size, with "
-        f"{worst.share:.0%} of its sum in channel {worst.channel}, at {worst.path}."
-    )
-
-
-def about_outliers(sites: Sequence[InspectedSite]) -> str:
-    """Return a sentence: at how many norms the paper's claim holds, and by how much."""
-    ratios = [site.ratio for site in sites]
-    holds = sum(ratio > 1 for ratio in ratios)
-    return (
-        "The paper claims that DyISRU fits outliers better than DyT. Here its error is smaller at "
-        f"{holds} of {count_of(len(ratios), 'norm')}. The ratio of DyT's error to DyISRU's is "
-        f"{min(ratios):.2f} to {max(ratios):.2f}, with a median of {median(ratios):.2f}."
-    )
-
-
-def about_strictness(sites: Sequence[InspectedSite]) -> str:
-    """Return advice: where a layer without witnesses is enough, and where a few would help."""
-    varied = [site for site in sites if site.sigma_spread >= _ALIKE]
-    helped = [site for site in varied if site.explained[4] >= 0.5]
-    words = (
-        "A strict layer, of which each value depends on its own channel, loses little at "
-        f"{len(sites) - len(varied)} of {count_of(len(sites), 'norm')}, where the σ spread is below "
-        f"{_ALIKE}."
-    )
-    if not varied:
-        return words
-    return (
-        f"{words} At the others the sizes of tokens vary: distil the model after the conversion. At "
-        f"{len(helped)} of them four channels explain more than half of the variation, so that "
-        "witnesses=4 would help without training."
     )
