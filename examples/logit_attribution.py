@@ -141,7 +141,7 @@ def main() -> None:
             batches.append({"input_ids": ids})
         tokens = batches[0]["input_ids"]
         sites = dynorm.find_norms(model, **batches[0])
-        dynorm.convert_(model, sites, to="linear", per_channel=False, witnesses=0)
+        dynorm.convert_(model, sites, to="linear", witnesses=0)
         dynorm.calibrate_(model, batches)
         with torch.no_grad():
             expected = model(tokens).logits

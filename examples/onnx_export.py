@@ -96,7 +96,7 @@ def main() -> None:
     before = norms_and_reductions(export(model, example))
 
     sites = dynorm.find_norms(model, *example)
-    dynorm.convert_(model, sites, per_channel=False, witnesses=0)
+    dynorm.convert_(model, sites, witnesses=0)
     dynorm.calibrate_(model, [example])
     proto = export(model, example)
     after = norms_and_reductions(proto)

@@ -90,7 +90,7 @@ def main() -> None:
     model = Embedder(BertModel(config)).eval()
     example = random_texts(8, 16)
     sites = dynorm.find_norms(model, *example)
-    dynorm.convert_(model, sites, per_channel=False, witnesses=0)
+    dynorm.convert_(model, sites, witnesses=0)
     dynorm.calibrate_(model, [example])
 
     texts = [random_texts(3, 7), random_texts(5, 21), random_texts(8, 16)]

@@ -82,8 +82,7 @@ def build(settings: Settings, data: Data) -> nn.Module:
     if arm.layer is None:
         _replace_norms_(model, sites, arm.norm)
         return model
-    # The annealing of a LayerNorm goes from the token's mean to a learned centre.
-    dynorm.convert_(model, sites, to=arm.layer, center=arm.annealed)
+    dynorm.convert_(model, sites, to=arm.layer)
     if arm.witnesses:
         for site in sites:
             model.get_submodule(site.path).set_witnesses_(arm.witnesses)

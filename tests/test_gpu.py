@@ -36,7 +36,7 @@ WITNESSES = [(), (0, 7, 39)]
 
 def layer_of(make: Callable[..., nn.Module], witnesses: tuple[int, ...]) -> nn.Module:
     """Return a layer of 40 channels in float64 whose parameters are random."""
-    layer = make(40, per_channel=True, witnesses=witnesses).double()
+    layer = make(40, witnesses=witnesses).double()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.rand_like(parameter))

@@ -77,8 +77,7 @@ def test_the_job_has_the_defaults_of_the_verbs() -> None:
 @pytest.mark.parametrize(
     ("verb", "names"),
     [
-        (dynorm.convert_, ["to", "center", "witnesses"]),
-        (dynorm.refine_, ["bf16"]),
+        (dynorm.convert_, ["to", "witnesses"]),
         (dynorm.distill_, ["lr", "seed", "bf16", "checkpoints"]),
     ],
 )
@@ -95,7 +94,7 @@ def test_the_verbs_have_the_defaults_of_the_recipe(
     [
         Recipe(),
         Recipe(to="dyt", steps=4, lr=1e-4, checkpoints="kept"),
-        Recipe(to={"c.*": None, "*": {"to": "derf", "witnesses": 2}}, center=True),
+        Recipe(to={"c.*": None, "*": {"to": "derf", "witnesses": 2}}),
         Recipe(to="none", stock=True, steps=0),
     ],
 )
@@ -147,8 +146,6 @@ def test_a_file_that_is_not_a_recipe(text: str, tmp_path: Path) -> None:
         ("to", {"*": {"lean": 0.5}}),
         ("to", {"*": 3}),
         ("witnesses", 17),
-        ("center", None),
-        ("center", 1),
         ("witnesses", -1),
         ("witnesses", 2.5),
         ("witnesses", "4"),
@@ -174,8 +171,8 @@ def test_wrong_values_are_refused(name: str, value: object) -> None:
 def test_convert_model_takes_a_recipe_and_changes_of_it() -> None:
     recipe = Recipe(to="dyt", witnesses=2, steps=0)
     one, again = plain(), plain()
-    report = dynorm.convert_model(one, rows(), recipe=recipe, center=True)
-    assert report.meta["recipe"] == recipe.changed(center=True).filled_for(one).to_dict()
+    report = dynorm.convert_model(one, rows(), recipe=recipe)
+    assert report.meta["recipe"] == recipe.filled_for(one).to_dict()
     # The report's recipe is one that can be used again.
     dynorm.convert_model(again, rows(), recipe=Recipe(**report.meta["recipe"]))
     for ours, theirs in zip(one.parameters(), again.parameters(), strict=True):
@@ -193,11 +190,11 @@ def test_convert_model_refuses_what_is_not_a_recipe() -> None:
 
 def test_the_first_glob_that_matches_decides() -> None:
     model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.LayerNorm(16))
-    recipe = Recipe(to={"0": None, "2": {"per_channel": True}, "[023]": "dyt"}, steps=0)
+    recipe = Recipe(to={"0": None, "2": {"witnesses": 2}, "[023]": "dyt"}, steps=0)
     dynorm.convert_model(model, rows(), recipe=recipe)
     names = [type(module).__name__ for module in model]
     assert names == ["LayerNorm", "Linear", "DyISRU", "DyT"]
-    assert [model[place].per_channel for place in (2, 3)] == [True, False]
+    assert [model[place].witness_channels != () for place in (2, 3)] == [True, False]
 
 
 def test_a_recipe_prints_the_options_that_are_given() -> None:

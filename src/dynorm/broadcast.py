@@ -48,9 +48,7 @@ def layers_from_first_rank_(model: nn.Module, work: Callable[[], Result]) -> Res
         )
     for path, layer in layers.items():
         witnesses, state = states[path]
-        layer.set_witnesses_(witnesses, room=len(state.get("log_gain", ())))
-        if "center" not in state:
-            layer.center = None
+        layer.set_witnesses_(witnesses)
         layer.load_state_dict(state)
     return result  # type: ignore[no-any-return]
 

@@ -50,10 +50,8 @@ LAYERS: dict[str, type[layers.PointwiseNorm]] = {row.name: row.layer for row in 
 NAMES: dict[type, str] = {layer: name for name, layer in LAYERS.items()}  # the names by layer
 
 
-def layer_class(name: str | type) -> type[layers.PointwiseNorm]:
-    """Return the layer of a name, or the layer itself."""
-    if isinstance(name, type):
-        name = NAMES.get(name, str(name))
+def layer_class(name: str) -> type[layers.PointwiseNorm]:
+    """Return the layer of a name."""
     if not isinstance(name, str) or name not in LAYERS:
         raise ArgumentError(f"the layer must be one of {', '.join(LAYERS)}, got {name!r}")
     return LAYERS[name]

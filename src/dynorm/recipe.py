@@ -22,7 +22,7 @@ KINDS = {"input_ids": "texts", "pixel_values": "images"}
 NO_NORM = "none"
 """Means in ``Recipe.to`` that nothing is to be left of a norm."""
 # It is a line first, which can be folded away.
-_LINE = {"to": "linear", "center": True, "witnesses": 0}
+_LINE = {"to": "linear", "witnesses": 0}
 # The least value of each count.
 _LEAST = {
     "steps": 0,
@@ -79,11 +79,10 @@ class Recipe(Plain):
     Args:
         to: the layer in the place of the norms by its name, or a mapping from globs of their paths
             to layers, as in :func:`convert_`; point-wise, not annealed. "none" leaves nothing: each norm
-            becomes a line, centred if it was a LayerNorm, which :func:`fold_` removes in the end. A
-            line that cannot be folded stays, and the report names it.
+            becomes a line, whose bias takes the mean out if it was a LayerNorm, and :func:`fold_` removes
+            it in the end. A line that cannot be folded stays, and the report names it.
         stock: with ``to="none"``, save the model in its own class, as :func:`dynorm.hub.as_stock`
             returns it. This field is only for the command.
-        center: give each layer in the place of a LayerNorm a centre.
         witnesses: the number of channels, at most 16, from which each layer may estimate the size
             of a token. With 0 each value depends on its own channel.
         fold_means: first fold the means of LayerNorms into the weights, as :func:`fold_` does with
@@ -113,7 +112,6 @@ class Recipe(Plain):
 
     to: Target = LayerOptions.to
     stock: bool = False
-    center: bool = LayerOptions.center
     witnesses: int = 0
     fold_means: bool = True
     steps: int | None = None
@@ -194,17 +192,13 @@ class Recipe(Plain):
 
     def options_by_glob(self) -> dict[str, LayerOptions | None]:
         """Return the checked options of the layers for each glob; None keeps the norms."""
-        # Of a layer whose glob does not have its own.
-        base = LayerOptions(center=self.center, witnesses=self.witnesses)
-        return options_by_glob(self.layers, base)
+        return options_by_glob(self.layers, LayerOptions(witnesses=self.witnesses))
 
     def check(self) -> None:
         """Check every value, or raise ArgumentError."""
         for options in self.options_by_glob().values():
             if options is None:
                 continue
-            if isinstance(options.to, type):
-                raise ArgumentError(f"a recipe must name its layers, got {options.to!r}")
             if options.is_annealed:
                 raise ArgumentError(
                     f"to must be point-wise, but {options.to!r} is a norm until its annealing "

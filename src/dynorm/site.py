@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
 
 from dynorm.errors import ArgumentError
 from dynorm.plain import PlainRecord
@@ -33,8 +32,6 @@ class NormSite(PlainRecord):
         input_shape: Shape of the tensor at the first call.
         promote: Whether its output has the dtype that input and weight are promoted to, as Llama's;
             otherwise it has that of the input.
-        keep_order: Whether its output has the memory order of its input, as Llama's; otherwise it is
-            contiguous.
 
     Example:
         >>> site = NormSite("encoder.norm", kind="layernorm", normalized_shape=(768,), eps=1e-5)
@@ -57,11 +54,10 @@ class NormSite(PlainRecord):
     bias_name: str | None = None
     input_shape: tuple[int, ...] = ()
     promote: bool = False
-    keep_order: bool = False
 
     def matches(self, glob: str) -> bool:
         """Return whether one of its paths, aliases too, matches a glob; `*` also spans dots."""
-        return any_match((self.path, *self.aliases), [glob])
+        return any(fnmatchcase(path, glob) for path in (self.path, *self.aliases))
 
 
 def require_matches(sites: Sequence[NormSite], globs: Iterable[str]) -> None:
@@ -79,25 +75,3 @@ def require_matches(sites: Sequence[NormSite], globs: Iterable[str]) -> None:
             f"the glob {glob!r} must match the path of a norm, but matches none; the norms are, "
             f"nearest first: {nearest}{more}"
         )
-
-
-def as_strings(
-    value: str | Iterable[str] | None, name: str = "globs", example: str = "encoder.*"
-) -> list[str]:
-    """Return one string, several or none as a list."""
-    if value is None:
-        return []
-    strings: list[Any] = [value]
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        strings = list(value)
-    for string in strings:
-        if not isinstance(string, str):
-            raise ArgumentError(
-                f"{name} must be strings such as {example!r}, one or a list of them, got {string!r}"
-            )
-    return strings
-
-
-def any_match(paths: Iterable[str], globs: Sequence[str]) -> bool:
-    """Return whether a path matches a glob."""
-    return any(fnmatchcase(path, glob) for path in paths for glob in globs)

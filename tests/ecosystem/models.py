@@ -64,7 +64,7 @@ def converted(model: Any, **options: Any) -> Any:
     dynorm.convert_(
         model,
         dynorm.find_norms(model, input_ids=ids()),
-        **{"per_channel": False, "witnesses": 0, **options},
+        **{"witnesses": 0, **options},
     )
     dynorm.calibrate_(model, [{"input_ids": ids()}])
     return model

@@ -143,7 +143,7 @@ def test_generation_is_the_same_with_every_cache(name: str) -> None:
 
 
 def test_a_folder_in_shards(tmp_path: Path) -> None:
-    model = gpt2(to="derf", per_channel=True)
+    model = gpt2(to="derf")
     model.save_pretrained(tmp_path, max_shard_size="10KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2

@@ -51,7 +51,7 @@ class Layers(nn.Module):
     def __init__(self, witnesses: tuple[int, ...] = (), dim: int = -1, kinds: Any = LAYERS) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(cls(C, center=True, dim=dim) for cls in kinds)
+        self.layers = nn.ModuleList(cls(C, dim=dim) for cls in kinds)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.uniform_(0.2, 1.5)
@@ -96,7 +96,7 @@ def test_compiled_once_for_every_shape(witnesses: tuple[int, ...], dim: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [dynorm.DyISRU(C), dynorm.Derf(C, center=True)])
+@pytest.mark.parametrize("layer", [dynorm.DyISRU(C), dynorm.Derf(C)])
 def test_a_compiled_block_is_one_loop_without_a_reduction(layer: PointwiseNorm) -> None:
     from torch._inductor.utils import run_and_get_code
 

@@ -456,12 +456,11 @@ def test_norms_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("layer", [dynorm.DyISRU, dynorm.DyT, dynorm.Derf, dynorm.LinearControl])
-def test_a_layer_gives_weight_bias_and_scale_and_keeps_centre_and_witnesses(layer: Any) -> None:
-    model = net(PASSES["plain"], n=layer(C, center=True, witnesses=(5, 2)))
+def test_a_layer_gives_weight_bias_and_scale_and_keeps_witnesses(layer: Any) -> None:
+    model = net(PASSES["plain"], n=layer(C, witnesses=(5, 2)))
     gains = model.n.log_gain.detach().clone()
     assert row(folded(model)).state == "folded"
     assert (model.n.weight, model.n.bias, model.n.scale) == (None, None, 1.0)
-    assert model.n.center.any()
     assert torch.equal(model.n.log_gain, gains)
 
 

@@ -23,7 +23,7 @@ def build() -> nn.Sequential:
 def convert(model: nn.Module, batch: Any, to: str = "dyisru", **options: Any) -> nn.Module:
     model.eval()
     example = batch if isinstance(batch, dict) else {"input": batch}
-    layer = {"per_channel": False, "witnesses": 0, **options}
+    layer = {"witnesses": 0, **options}
     dynorm.convert_(model, dynorm.find_norms(model, **example), to=to, **layer)
     dynorm.calibrate_(model, [batch])
     return model

@@ -198,7 +198,7 @@ class Block(nn.Module):
     ("between", "options"),
     [
         (lambda y, x: y, {}),
-        (lambda y, x: y + x, {"center": True, "per_channel": True}),
+        (lambda y, x: y + x, {}),
         (lambda y, x: torch.add(x, y), {"elementwise_affine": False}),
         (lambda y, x: x + 2 * torch.ones(16) * y, {"weight_offset": 1.0}),
     ],
@@ -242,7 +242,7 @@ def test_autocast_is_left() -> None:
     [lambda y, x: y, lambda y, x: y + x, lambda y, x: x + 2 * torch.ones(16, dtype=y.dtype) * y],
 )
 def test_gradients_of_a_block(between: Callable[[Tensor, Tensor], Any], frozen: str) -> None:
-    block = Block(between, center=True).double()
+    block = Block(between).double()
     block.get_submodule(frozen).requires_grad_(False)
     x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
     assert compare_gradients(block, x).keep_total == [True]

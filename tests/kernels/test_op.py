@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, jacrev, vmap
-from torch.nn.utils import parametrize
 from torch.testing import assert_close
 
-import dynorm
 from dynorm import Derf, DyISRU, DyT, LinearControl
-from dynorm.errors import ArgumentError
-from dynorm.kernels import _cpu, _op, _triton, backend, pointwise
+from dynorm.kernels import _cpu, _op, _triton, pointwise
 from dynorm.kernels._form import FunctionCode, Parameters, UnfitError
 from dynorm.layers import PointwiseNorm
-from tests.fresh import run
 from tests.kernels.definition import KINDS, make
 
 LAYERS = [DyISRU, DyT, Derf, LinearControl]
@@ -149,7 +144,7 @@ def test_layouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dim, make_x = LAYOUTS[layout]
-    layer = build(layer_class, 6, dim=dim, per_channel=True, center=True, witnesses=witnesses)
+    layer = build(layer_class, 6, dim=dim, witnesses=witnesses)
     x = make_x()
     got = with_gradients(layer, x)
     assert calls == ["forward", "gradients"]
@@ -162,7 +157,7 @@ def test_layouts(
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"per_channel": True, "center": True, "dim": 1}, {"witnesses": (2, 0), "center": True}],
+    [{}, {"dim": 1}, {"witnesses": (2, 0)}],
     ids=str,
 )
 def test_derivatives(kind: type[PointwiseNorm], options: dict[str, Any], calls: list[str]) -> None:
@@ -219,7 +214,7 @@ def test_a_gradient_that_is_a_view_with_its_sign_changed() -> None:
 
 
 def test_nothing_but_x_and_parameters_is_saved(kind: type[PointwiseNorm]) -> None:
-    layer = build(kind, 8, center=True)
+    layer = build(kind, 8)
     x = torch.randn(4, 8, requires_grad=True)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -366,11 +361,9 @@ def test_layers_compiled_one_by_one_share_their_code() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
     plain = [build(DyISRU, 8) for _ in range(3)]
-    with_room = [build(DyISRU, 8, witnesses=(5,), room=4) for _ in range(3)]
-    with_room[1].set_witnesses_((2, 0), room=4)
-    with_room[2].set_witnesses_((2, 0, 7, 4), (1.0, 2.0, 0.5, 0.3))
+    with_witnesses = [build(DyISRU, 8, witnesses=(place, 1)) for place in (5, 0, 7)]
     x = torch.randn(3, 8)
-    for layers in (plain, with_room):
+    for layers in (plain, with_witnesses):
         before = counter.frame_count
         for layer in layers:
             compiled = torch.compile(layer, backend=counter, fullgraph=True)
@@ -378,220 +371,3 @@ def test_layers_compiled_one_by_one_share_their_code() -> None:
             y.sum().backward()
             assert_close(y, layer(x))
         assert counter.frame_count == before + 1
-
-
-def test_room_for_witnesses_changes_nothing_but_the_sizes() -> None:
-    layer, x = DyISRU(8, witnesses=(5, 1)), torch.randn(3, 8)
-    want = layer(x)
-    layer.set_witnesses_((5, 1), room=4)
-    assert layer.log_gain is not None
-    assert layer.log_gain.shape == (4,)
-    assert torch.equal(layer(x), want)
-    again = DyISRU(**layer.config())
-    again.load_state_dict(layer.state_dict())
-    assert again.witness_channels == (5, 1)
-    assert torch.equal(again(x), want)
-
-
-@needs_kernels
-@pytest.mark.parametrize("compiled", [False, True])
-def test_memory_order_is_that_of_an_elementwise_norm(compiled: bool, calls: list[str]) -> None:
-    layers: list[PointwiseNorm] = [
-        dynorm.layers.AnnealedDyT(8, keep_order=True, kind="rmsnorm"),
-        build(DyISRU, 8, keep_order=True, witnesses=2),
-        build(DyISRU, 8, keep_order=True),
-    ]
-    permuted = torch.randn(2, 3, 5, 8).transpose(1, 2)
-    torch._dynamo.reset()
-    for layer in layers:
-        call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
-        y = call(permuted)
-        assert y.stride() == permuted.stride()
-        assert_close(y, layer(permuted.contiguous()))
-    part = torch.randn(2, 5, 3, 16)[..., 8:]
-    assert layers[-1](part).is_contiguous()
-    assert "forward" in calls
-    assert DyISRU(8)(permuted).is_contiguous()
-
-
-def test_a_fused_sum_is_the_sum_and_the_layer_of_it(kind: type[PointwiseNorm]) -> None:
-    seen: list[Tensor] = []
-    x, residual = torch.randn(2, 3, 8, requires_grad=True), torch.randn(2, 3, 8, requires_grad=True)
-    for options in ({}, {"dim": 1}, {"witnesses": 2}, {"promote": True}):
-        size = 3 if "dim" in options else 8
-        layer = build(kind, size, **options)
-        for hooked in (False, True):
-            if hooked:
-                layer.register_forward_hook(lambda module, args, y: seen.append(args[0]))
-            y, total = layer(x, residual=residual)
-            assert torch.equal(total, x + residual)
-            assert_close(y, layer.definition(total))
-            weight = torch.randn_like(total)
-            got = torch.autograd.grad((y * weight).sum() + (total**2).sum(), [x, residual])
-            plain = x + residual
-            want = torch.autograd.grad(
-                (layer.definition(plain) * weight).sum() + (plain**2).sum(), [x, residual]
-            )
-            assert_close(got, want, rtol=1e-5, atol=1e-5)
-        assert torch.equal(seen[-1], total)
-    # Each of the results may be unused, and the sum may be wider.
-    (unused,) = torch.autograd.grad(layer(x, residual=residual)[1].sum(), x)
-    assert torch.equal(unused, torch.ones_like(x))
-    y, total = layer(x, residual=residual.double())
-    assert total.dtype == torch.float64
-
-
-@needs_kernels
-def test_a_residual_is_added_by_the_kernel(kind: type[PointwiseNorm]) -> None:
-    """Otherwise the sum would have a node of autograd, or of the graph, for itself."""
-    layer = build(kind, 8)
-    x, residual = torch.randn(3, 8), torch.randn(3, 8)
-    y, total = layer(x.requires_grad_(), residual=residual)
-    assert y.grad_fn is total.grad_fn
-    graph = compiled_graph(layer, x, residual)
-    assert graph.count("dynorm.pointwise") == 1
-    assert "add" not in graph
-    # Not with a hook, which has to see the sum.
-    layer.register_forward_hook(lambda module, args, y: None)
-    y, total = layer(x, residual=residual)
-    assert y.grad_fn is not total.grad_fn
-
-
-def test_a_fused_sum_has_gradients_as_a_sum_has() -> None:
-    layer = DyISRU(8).double()
-    x, residual = (torch.randn(3, 8, dtype=torch.float64) for _ in range(2))
-    _, total = layer(x, residual=residual)
-    assert not total.requires_grad
-    seen: list[nn.Module] = []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
-    layer(x, residual=residual)
-    handle.remove()
-    assert seen == [layer]
-    inputs = (x.requires_grad_(), residual.requires_grad_())
-
-    def call(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
-        return layer(x, residual=residual)
-
-    assert torch.autograd.gradcheck(call, inputs, check_batched_grad=True)
-    with pytest.raises(ArgumentError, match="residual must be a tensor"):
-        layer(x, residual=1.0)
-    for wrong in (residual[:2], residual[0], torch.zeros(3, 1)):
-        with pytest.raises(ArgumentError, match=r"shape of x, \(3, 8\), got .*: expand it"):
-            layer(x, residual=wrong)
-
-
-def test_autocast_and_checkpoint(kind: type[PointwiseNorm]) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    layer = build(kind, 8)
-    x = torch.randn(4, 8, requires_grad=True)
-    want = with_gradients(layer, x)
-    y = checkpoint(layer, x, use_reentrant=False)
-    grad = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
-    for a, b in zip(torch.autograd.grad(y, [x, *layer.parameters()], grad), want[1:], strict=True):
-        assert_close(a, b, rtol=0, atol=0)
-    with torch.autocast("cpu", torch.bfloat16):
-        half = layer(x.bfloat16())
-        assert half.dtype == torch.bfloat16
-        assert layer(x).dtype == torch.float32
-    half.float().sum().backward()
-    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
-
-
-def test_parametrized_parameters_are_seen(kind: type[PointwiseNorm]) -> None:
-    class Double(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return 2 * weight
-
-    layer = build(kind, 8, bias=False)
-    x = torch.randn(4, 8)
-    want = 2 * layer(x).detach()
-    parametrize.register_parametrization(layer, "weight", Double())
-    assert_close(layer(x).detach(), want)
-
-
-def test_second_derivatives_through_backward(kind: type[PointwiseNorm]) -> None:
-    layer = build(kind, 4, dtype=torch.float64)
-    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
-    slope.square().sum().backward()
-    # The slope of a line does not depend on x.
-    assert (x.grad is None) == (kind is LinearControl)
-    assert all(
-        (p.grad is None) == (name == "bias")
-        for name, p in layer.named_parameters()
-        if name != "shift"
-    )
-
-
-def test_switched_off_by_the_environment() -> None:
-    script = "import torch, dynorm.kernels as k; print(k.backend())"
-    said = run(script, imported="torch", environment={"DYNORM_KERNELS": "0"})
-    assert said.strip() == "torch"
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("device", ["gpu", "", None])
-def test_a_device_that_torch_does_not_know_is_refused(
-    device: Any, enabled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_op, "ENABLED", enabled)
-    with pytest.raises(ArgumentError, match=f"device.*got {device!r}"):
-        backend(device)
-
-
-@pytest.fixture
-def _fresh() -> Iterator[None]:
-    """The kernels not yet loaded, before and after."""
-    caches = (_cpu._native, _op._kernels_of)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
-
-
-@needs_kernels
-@pytest.mark.usefixtures("_fresh")
-def test_backend_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="dynorm"):
-        backend()
-        backend("cpu")
-        DyISRU(4)(torch.randn(2, 4))
-    (record,) = caplog.records
-    assert backend() in record.getMessage()
-
-
-@pytest.mark.usefixtures("_fresh")
-def test_without_a_built_module_torch_serves(
-    kind: type[PointwiseNorm],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    layer, x = build(kind, 4), torch.randn(2, 4)
-    want = layer.definition(x)
-    monkeypatch.setenv("DYNORM_NATIVE", str(tmp_path / "missing.so"))
-    for y in (layer(x), layer(x.requires_grad_())):
-        assert_close(y, want)
-    with torch.no_grad():
-        assert_close(layer(x), want)
-    assert backend() == "torch"
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    assert "python -m dynorm.kernels._build" in warnings[0]
-
-
-def test_devices_that_differ_are_refused(kind: type[PointwiseNorm]) -> None:
-    if _cpu.name() == "torch":
-        pytest.skip("without kernels torch refuses, in its own words")
-    layer = build(kind, 4)
-    layer.weight = nn.Parameter(torch.empty(4, device="meta"))
-    with pytest.raises(ArgumentError, match=r"device.*meta"):
-        layer(torch.randn(2, 4))
-
-
-def test_annealed_layers_end_on_the_kernels(calls: list[str]) -> None:
-    layer = dynorm.layers.AnnealedDyISRU(8, t=1.0)
-    layer(torch.randn(2, 8))
-    assert calls == ["forward"] * (_cpu.name() != "torch")

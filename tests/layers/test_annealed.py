@@ -72,7 +72,7 @@ def test_at_0_it_is_the_norm_with_its_gradients(
 @pytest.mark.parametrize("cls", LAYERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_1_it_is_its_target(cls: type[AnnealedNorm], kind: str) -> None:
-    layer = randomized(cls(17, kind=kind, center=True, t=1.0))
+    layer = randomized(cls(17, kind=kind, t=1.0))
     end = layer.end()
     assert type(end) is layer.target
     assert all(end.get_parameter(name) is p for name, p in layer.named_parameters())
@@ -84,7 +84,7 @@ def test_at_1_it_is_its_target(cls: type[AnnealedNorm], kind: str) -> None:
 @pytest.mark.parametrize("cls", LAYERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_between_it_is_the_blend_and_smooth(cls: type[AnnealedNorm], kind: str) -> None:
-    layer = randomized(cls(9, kind=kind, center=True, dtype=torch.float64))
+    layer = randomized(cls(9, kind=kind, dtype=torch.float64))
     x = torch.randn(5, 9, dtype=torch.float64)
 
     def at(t: float) -> Tensor:
@@ -102,7 +102,7 @@ def test_between_it_is_the_blend_and_smooth(cls: type[AnnealedNorm], kind: str) 
 @pytest.mark.parametrize("cls", LAYERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck(cls: type[AnnealedNorm], kind: str) -> None:
-    layer = randomized(cls(5, kind=kind, center=True, t=0.375, dtype=torch.float64))
+    layer = randomized(cls(5, kind=kind, t=0.375, dtype=torch.float64))
     names = [name for name, _ in layer.named_parameters()]
 
     def function(x: Tensor, *parameters: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def test_empty_and_not_finite(t: float) -> None:
 
 
 def test_every_constant_has_a_gradient_in_training_wherever_it_stands() -> None:
-    layer = AnnealedDerf(4, center=True)
+    layer = AnnealedDerf(4)
     for t in (0.0, 0.5, 1.0):
         layer.set_t_(t)
         layer.zero_grad()
@@ -229,7 +229,7 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.parametrize("cls", LAYERS)
 def test_the_constants_have_no_part_at_0_whatever_they_are(cls: type[AnnealedNorm]) -> None:
-    layer, x = cls(8, center=True), torch.randn(3, 8)
+    layer, x = cls(8), torch.randn(3, 8)
     for constant in layer.constant_parameters():
         constant.detach().fill_(torch.inf)
     y = layer(x)
@@ -239,7 +239,7 @@ def test_the_constants_have_no_part_at_0_whatever_they_are(cls: type[AnnealedNor
 
 
 def test_in_float16_the_constants_of_many_channels_do_not_overflow() -> None:
-    layer = AnnealedDyISRU(16384, per_channel=True, dtype=torch.float16)
+    layer = AnnealedDyISRU(16384, dtype=torch.float16)
     assert layer(torch.randn(2, 16384, dtype=torch.float16)).isfinite().all()
 
 

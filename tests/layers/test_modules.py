@@ -23,7 +23,7 @@ LAYERS = [DyISRU, DyT, Derf, LinearControl]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no affine": {"elementwise_affine": False},
-    "all": {"per_channel": True, "center": True, "scale": 1.7, "dim": 1, "promote": True},
+    "all": {"scale": 1.7, "dim": 1, "promote": True},
 }
 with_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
@@ -60,12 +60,10 @@ def assert_same(layer: PointwiseNorm, other: nn.Module) -> None:
 def test_parameters_of_one_dimension_and_their_names(kind: type[PointwiseNorm]) -> None:
     constants = dict.fromkeys(kind.constants, (1,))
     affine = {"weight": (6,), "bias": (6,)}
-    per_channel = dict.fromkeys((*kind.constants, "center"), (6,))
     for options, wanted in (
         ({}, constants | affine),
         ({"elementwise_affine": False}, constants),
         ({"bias": False}, constants | {"weight": (6,)}),
-        ({"center": True, "per_channel": True}, per_channel | affine),
     ):
         layer = kind(6, **options)
         assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == wanted
@@ -137,9 +135,9 @@ def test_meta_device(kind: type[PointwiseNorm], options: dict[str, Any]) -> None
 
 
 def test_what_print_shows() -> None:
-    layer = DyISRU(4, per_channel=True)
-    layer.set_slope_(torch.tensor([2.0, 0.25, 12345.0, 1.0]))
-    assert repr(layer) == "DyISRU(4, beta=0.25 to 1.234e+04, scale=2, per_channel=True)"
+    layer = DyISRU(4)
+    layer.set_slope_(12345.0)
+    assert repr(layer) == "DyISRU(4, beta=1.234e+04, scale=2)"
     derf = Derf(4, alpha_init=0.125, dim=1, bias=False).bfloat16()
     assert repr(derf) == "Derf(4, alpha=0.125, shift=0, scale=2, bias=False, dim=1)"
     meta = DyT(6, scale=2, device="meta", witnesses=(1,))
@@ -220,7 +218,7 @@ def test_fx_takes_a_layer_as_a_leaf(kind: type[PointwiseNorm]) -> None:
 
 
 def test_vmap_and_functional_call(kind: type[PointwiseNorm]) -> None:
-    layers = [build(kind, 6, per_channel=True, center=True) for _ in range(3)]
+    layers = [build(kind, 6) for _ in range(3)]
     x = torch.randn(4, 5, 6)
     assert_close(vmap(layers[0], in_dims=1, out_dims=1)(x), layers[0](x))
     state = stack_module_state(layers)

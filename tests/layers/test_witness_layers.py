@@ -29,7 +29,7 @@ def layer_of(cls: type[PointwiseNorm], **options: Any) -> Any:
     torch.manual_seed(0)
     if issubclass(cls, AnnealedNorm):
         options = {"t": 1.0, **options}
-    layer = cls(C, center=True, witnesses=WITNESSES, **options)
+    layer = cls(C, witnesses=WITNESSES, **options)
     layer.set_witnesses_(WITNESSES, GAINS)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -52,15 +52,12 @@ def same(one: Any, other: Any) -> None:
     assert torch.equal(one(tokens()), other(tokens()))
 
 
-@pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("dim", [-1, 1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_values_and_gradients_are_those_of_the_functions(
-    dim: int, per_channel: bool, dtype: torch.dtype
-) -> None:
+def test_values_and_gradients_are_those_of_the_functions(dim: int, dtype: torch.dtype) -> None:
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for cls in LAYERS:
-        layer = layer_of(cls, per_channel=per_channel, dim=dim, dtype=dtype)
+        layer = layer_of(cls, dim=dim, dtype=dtype)
         x = torch.randn(3, 4, C).movedim(-1, dim).to(dtype).requires_grad_()
         options = {
             "weight": layer.weight,
@@ -71,13 +68,13 @@ def test_values_and_gradients_are_those_of_the_functions(
             "gain": layer.log_gain.exp(),
         }
         if cls is dynorm.DyISRU:
-            y = functional.dyisru_general(x, layer.beta(), layer.center, **options)
+            y = functional.dyisru_general(x, layer.beta(), None, **options)
         elif cls is dynorm.DyT:
-            y = functional.dyt(x, layer.alpha, center=layer.center, **options)
+            y = functional.dyt(x, layer.alpha, **options)
         elif cls is dynorm.Derf:
-            y = functional.derf(x, layer.alpha, layer.shift, center=layer.center, **options)
+            y = functional.derf(x, layer.alpha, layer.shift, **options)
         else:
-            y = functional.linear(x, layer.beta() ** -0.5, center=layer.center, **options)
+            y = functional.linear(x, layer.beta() ** -0.5, **options)
         tensors = [x, *layer.parameters()]
         wanted = torch.autograd.grad(y.sin().sum(), tensors)
         for got in (layer(x), layer.definition(x)):
@@ -109,13 +106,13 @@ def test_huge_infinite_and_missing_witnesses(cls: type[PointwiseNorm]) -> None:
 def test_extreme_inputs_are_those_of_the_definition(dtype: torch.dtype, value: float) -> None:
     for cls in LAYERS:
         for witnesses in ((), WITNESSES):
-            layer = cls(C, center=True, witnesses=witnesses, dtype=dtype)
+            layer = cls(C, witnesses=witnesses, dtype=dtype)
             # A channel that is a witness, and one that is none.
             x = torch.ones(3, C, dtype=torch.float64)
             x[1, 4] = x[2, 0] = value
             x = x.to(dtype).requires_grad_()
             both = [layer(x), layer.definition(x)]
-            tensors = [x, layer.weight, layer.bias, layer.center]
+            tensors = [x, layer.weight, layer.bias]
             got, want = (torch.autograd.grad(y.sum(), tensors) for y in both)
             assert_close(both[0], both[1], equal_nan=True)
             assert_close(got, want, equal_nan=True)
@@ -138,7 +135,7 @@ def test_the_state_is_the_index_and_the_gains(cls: type[PointwiseNorm]) -> None:
         assert moved.witnesses.dtype == torch.int64
         assert moved.log_gain.dtype == dtype
     # A layer without any has neither.
-    plain = cls(C, center=True)
+    plain = cls(C)
     assert state.keys() - plain.state_dict().keys() == {"witnesses", "log_gain"}
     layer.set_witnesses_(())
     assert layer.state_dict().keys() == plain.state_dict().keys()
@@ -187,7 +184,7 @@ def test_all_channels_with_gain_1_are_an_rms_norm() -> None:
 
 
 def test_a_checkpoint_of_other_witnesses_does_not_load() -> None:
-    layer, other = layer_of(dynorm.DyISRU), dynorm.DyISRU(C, center=True, witnesses=(1, 4))
+    layer, other = layer_of(dynorm.DyISRU), dynorm.DyISRU(C, witnesses=(1, 4))
     state = layer.state_dict()
     with pytest.raises(RuntimeError, match=r"witnesses.*\[1, 4\].*\[4, 1\]"):
         other.load_state_dict(state)
@@ -196,7 +193,7 @@ def test_a_checkpoint_of_other_witnesses_does_not_load() -> None:
     with pytest.raises(RuntimeError, match=r"Missing key.*witnesses"):
         layer.load_state_dict({name: value for name, value in state.items() if name != "witnesses"})
     with pytest.raises(RuntimeError, match=r"Unexpected key.*witnesses"):
-        dynorm.DyISRU(C, center=True).load_state_dict(state)
+        dynorm.DyISRU(C).load_state_dict(state)
 
 
 @pytest.mark.parametrize("witnesses", [[3, 1], np.array([3, 1]), range(3, 0, -2)])

@@ -24,7 +24,7 @@ def layers(folder: Path) -> dict[str, Any]:
     found = {}
     for kind in (dynorm.DyISRU, dynorm.DyT, dynorm.Derf, LinearControl):
         for axis in (-1, 0):
-            plain = kind(C, per_channel=axis == -1, center=True, dtype=torch.float64)
+            plain = kind(C, dtype=torch.float64)
             with torch.no_grad():
                 for parameter in plain.parameters():
                     parameter.add_(0.1 * torch.randn_like(parameter))
@@ -51,7 +51,7 @@ def converted() -> tuple[nn.Module, list[Tensor]]:
     """Return a model, alike on every rank, and batches of this rank's own."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C), nn.RMSNorm(C))
-    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, C)), witnesses=2, center=True)
+    dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, C)), witnesses=2)
     torch.manual_seed(1 + distributed.get_rank())
     return model, [3 * torch.randn(80, C) for _ in range(3)]
 

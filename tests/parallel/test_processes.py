@@ -26,7 +26,6 @@ def test_all_ranks_get_the_layers_of_the_first(two: Found) -> None:
     first, second = values(two, "calibrated")
     assert first == second
     assert len(first["state"]["1.witnesses"]) > 0
-    assert "1.center" not in first["state"]
 
 
 def test_an_error_of_the_first_rank_ends_all(two: Found) -> None:

@@ -263,13 +263,15 @@ def test_transformer_encoder(to: str) -> None:
 # Options
 
 
-@all_layers
-@pytest.mark.parametrize("per_channel", [False, True])
-def test_constants_and_the_centre_only_of_a_layernorm(to: str, per_channel: bool) -> None:
-    model = converted(mlp(), to=to, per_channel=per_channel, center=True)
-    assert model[1].beta().shape == ((C,) if per_channel else (1,))
-    assert model[1].center is not None
-    assert model[4].center is None
+@pytest.mark.parametrize("to", ["dyisru", "linear", "annealed_linear"])
+def test_a_line_in_the_place_of_a_layernorm_has_a_bias(to: str) -> None:
+    model = nn.Sequential(
+        nn.LayerNorm(C, bias=False), nn.RMSNorm(C), nn.LayerNorm(C, elementwise_affine=False)
+    )
+    converted(model, to=to)
+    is_line = to != "dyisru"
+    assert [layer.bias is not None for layer in model] == [is_line, False, is_line]
+    assert [layer.weight is not None for layer in model] == [True, True, is_line]
 
 
 def three_norms() -> nn.Sequential:
@@ -282,11 +284,10 @@ def three_norms() -> nn.Sequential:
     ("to", "layers"),
     [
         ("dyt", ["DyT", "DyT", "DyT"]),
-        (Derf, ["Derf", "Derf", "Derf"]),
         # The first glob that matches decides.
         ({"0": None, "[24]": "dyt", "2": "derf"}, ["LayerNorm", "DyT", "DyT"]),
         # The rest has its own key, wherever it stands.
-        ({"*": None, "4": LinearControl}, ["LayerNorm", "RMSNorm", "LinearControl"]),
+        ({"*": None, "4": "linear"}, ["LayerNorm", "RMSNorm", "LinearControl"]),
         ({"*": "dyt", "0": {}}, ["DyISRU", "DyT", "DyT"]),
         ({"4": None}, ["DyISRU", "DyISRU", "LayerNorm"]),
     ],
@@ -303,11 +304,10 @@ def test_layers_by_glob(to: Any, layers: list[str]) -> None:
 def test_options_by_glob_lack_nothing_that_the_call_has() -> None:
     model = three_norms()
     to: Any = {"2": {"to": "derf", "witnesses": 2}, "4": {"to": "annealed", "witnesses": 0}}
-    report = dynorm.convert_(model, dynorm.find_norms(model, X), to, per_channel=True, witnesses=16)
-    assert report.to == "dyisru, derf, annealed"
+    report = dynorm.convert_(model, dynorm.find_norms(model, X), to, witnesses=16)
+    assert str(report).startswith("3 norms replaced by dyisru, derf, annealed, 0 kept")
     assert report.layers == ["dyisru", "derf", "annealed"]
     assert [line.split()[-1] for line in str(report).splitlines()[-3:]] == report.layers
-    assert all(model[place].per_channel for place in (0, 2, 4))
     # At most as many as there are channels.
     assert [replaced_by(model[place]).witnesses for place in (0, 2, 4)] == [C, 2, 0]
 
@@ -339,12 +339,10 @@ def fails(model: nn.Module, sites: Any, error: type[Exception], match: str, **op
     [
         ({"to": "tanh"}, "dyisru.*annealed.*got 'tanh'"),
         ({"to": {"norm.9": None}}, r"glob 'norm\.9'.*nearest"),
-        ({"to": {"0": {"lean": 0.5}}}, "got 'lean'.*to, per_channel"),
+        ({"to": {"0": {"lean": 0.5}}}, "got 'lean'.*to, witnesses"),
         ({"to": {"0": {"witnes": 1}}}, "got 'witnes'.*mean 'witnesses'"),
         ({"to": {"0": 3}}, "mapping.*got 3"),
         ({"to": {"0": "x"}}, "layer.*one of"),
-        ({"to": {"0": {"per_channel": "no"}}}, "per_channel.*got 'no'"),
-        ({"to": {"*": {"center": 1}}}, "center.*got 1"),
         ({"to": {3: None}}, "globs.*strings"),
         ({"witnesses": -1}, "witnesses.*at least 0.*got -1"),
         ({"witnesses": "a"}, "witnesses.*got 'a'"),
@@ -514,7 +512,7 @@ def test_a_norm_that_modifies_its_input_after_a_cast() -> None:
 
 
 def test_specs_rebuild_the_layers_in_a_fresh_model() -> None:
-    model = converted(Twins(), to="derf", per_channel=True)
+    model = converted(Twins(), to="derf")
     specs = read_layers([spec.to_dict() for spec in specs_of(model)], "a file")
     assert [spec.paths for spec in specs] == [("one", "two"), ("left",), ("right",)]
     fresh = Twins().eval()

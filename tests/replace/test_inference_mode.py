@@ -53,7 +53,7 @@ def test_a_model_that_was_converted_and_calibrated(to: str, witnesses: int) -> N
     model = Block().eval()
     sites = dynorm.find_norms(model, batches()[0])
     with torch.inference_mode():
-        dynorm.convert_(model, sites, to, witnesses=witnesses, per_channel=witnesses == 0)
+        dynorm.convert_(model, sites, to, witnesses=witnesses)
         dynorm.calibrate_(model, batches())
     if "annealed" in to:
         dynorm.set_anneal_(model, 0.5)

@@ -14,7 +14,7 @@ from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.jobs.job import JobOptions
 from dynorm.recipe import Recipe
-from dynorm.replace.options import REST, Layer, LayerOptions
+from dynorm.replace.options import REST, LayerOptions
 
 # Arguments and options of several commands.
 Model = Annotated[
@@ -52,8 +52,8 @@ Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
 
 def layers_of(words: list[str]) -> Any:
     """Return the layer of ``--to NAME``, or the layers by globs of ``--to GLOB=NAME``."""
-    by_glob: dict[str, Layer | None] = {}
-    rest: Layer | None = LayerOptions.to
+    by_glob: dict[str, str | None] = {}
+    rest: str | None = LayerOptions.to
     for word in words:
         glob, _, name = word.rpartition("=")
         layer = None if name == "keep" else name

@@ -223,7 +223,6 @@ def _complete(original: TokenFunction, function: TokenFunction, formula: Formula
         bias_name=bias_name,
         input_shape=original.shape,
         promote=_promotes(replace(original, shape=function.shape)),
-        keep_order=is_last and _keeps_order(function),
     )
 
 
@@ -242,21 +241,6 @@ def _promotes(original: TokenFunction) -> bool:
     if returned.get(half, half) != half:
         raise NotANormError(ANOTHER_DTYPE)
     return returned.get(torch.float32) == torch.float32
-
-
-def _keeps_order(original: TokenFunction) -> bool:
-    """Return whether the output has the memory order of the input, and not always the usual one."""
-    rank = len(original.shape)
-    if rank == 1:
-        return False
-    shape = [2] * (rank - 1) + [original.channels]
-    shape[0], shape[1] = shape[1], shape[0]
-    x = torch.ones(shape, dtype=original.dtype, device=original.device).transpose(0, 1)
-    # A module may refuse another shape.
-    with suppress(RuntimeError, TypeError, ValueError, IndexError):
-        y: Tensor = original.module(x)
-        return y.stride() == x.stride()
-    return False
 
 
 def _holder(

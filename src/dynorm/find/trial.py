@@ -99,7 +99,8 @@ class _StandIn(DyISRU):
         """Return the norm's output; its hooks run too."""
         self.calls += x.numel() > 0
         output: Tensor = self.__dict__["norm"](x)
-        return output
+        # In the memory order of a layer: a model may take views that need another.
+        return output.contiguous() if self.dim == -1 else output
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -21,7 +21,7 @@ from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.plain import Plain
 from dynorm.replace.converted import replaced_by, require_layers
 from dynorm.replace.original import Outputs
-from dynorm.table import Table
+from dynorm.table import Table, count_of
 
 Fits = dict[PointwiseNorm, SiteFit]
 # At most this many batches go through the model side by side, and no further one is started once
@@ -42,7 +42,7 @@ class SiteCalibration:
 
     path: str
     tokens: int  # the number of tokens that it was fitted to, without padding
-    beta: float  # its constant; the median, if there is one per channel
+    beta: float  # its constant
     error: float  # root of the residual over the spread of the target, in the calibration data
     # How well a token's size follows from its witnesses; None for a layer that may not have any.
     witnesses: Witnesses | None = None
@@ -79,9 +79,8 @@ class CalibrationReport(Plain):
                 row += ["none", "0%"]
             rows.append(row)
         notes = [f"{path}: not reached, or by constant inputs only" for path in self.unreached]
-        sites = "site" if len(self.sites) == 1 else "sites"
-        batches = "batch" if self.batches == 1 else "batches"
-        title = f"{len(self.sites)} {sites} calibrated on {self.batches} {batches}"
+        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        title = f"{count_of(len(self.sites), 'site')} calibrated on {batches}"
         return str(Table(columns, rows, notes, title))
 
 
@@ -103,7 +102,6 @@ def calibrate_(model: nn.Module, batches: Iterable[Batch]) -> CalibrationReport:
     A layer that :func:`convert_` allowed N witnesses gets at most N, with their gains, chosen one by
     one. Each call chooses them again (see :class:`dynorm.fit.witnesses.TokenScales`, which keeps a
     matrix of 66 x 66 per site). ``log_gain`` is then a new parameter: make the optimizer afterwards.
-    A centre that is found to be 0, as with witnesses, is dropped.
 
     Of an annealed layer only the constants are set. Its weight and bias are the norm's, and must
     stay so until the annealing begins.
@@ -196,9 +194,7 @@ def _calibrate(
         if not fit.tokens:
             unreached.append(fit.path)
             continue
-        if layer.center is not None and not layer.center.any():
-            layer.center = None
-        beta = float(layer.beta().detach().median())
+        beta = float(layer.beta().detach())
         sites.append(SiteCalibration(fit.path, fit.tokens, beta, fit.error, fit.witnesses))
     return CalibrationReport(sites, used, unreached)
 

@@ -36,7 +36,7 @@ class InitializationReport(Plain):
 
     Args:
         beta: the constant of each layer, as DyISRU's.
-        sigma: the size of its input: the root of the mean square about the layer's centre.
+        sigma: the size of its input: its root mean square.
         unreached: the layers that the batch did not reach; they keep their constants.
     """
 
@@ -55,14 +55,13 @@ class InitializationReport(Plain):
 def init_from_batch_(model: nn.Module, batch: Batch) -> InitializationReport:
     r"""Set the constants of point-wise layers for training from the first step, from one batch, in place.
 
-    .. math:: \beta_0 = s^2 \sigma^2, \quad \sigma^2 = \langle (x - c)^2 \rangle
+    .. math:: \beta_0 = s^2 \sigma^2, \quad \sigma^2 = \langle x^2 \rangle
 
-    with s the layer's scale, :math:`\sigma^2` the mean square of the layer's input, and c its
-    centre, the mean of the input if the layer has one. Every function then has the slope
-    :math:`1 / \sigma` at 0, as a norm would; with the default scale sqrt(C) that is
-    :math:`\beta_0 = C \sigma^2`. DyT, Derf and the linear control get the same slope.
+    with s the layer's scale and :math:`\sigma^2` the mean square of the layer's input. Every
+    function then has the slope :math:`1 / \sigma` at 0, as a norm would; with the default scale
+    sqrt(C) that is :math:`\beta_0 = C \sigma^2`. DyT, Derf and the linear control get the same slope.
     In a layer with K witnesses the sum stays the same, and they carry a tenth of it:
-    :math:`\beta = 0.9 \beta_0` and :math:`g = 0.1 \beta_0 / \langle \sum_k (x_k - c)^2 \rangle` for each of them.
+    :math:`\beta = 0.9 \beta_0` and :math:`g = 0.1 \beta_0 / \langle \sum_k x_k^2 \rangle` for each of them.
     The model is run once. Each layer is set as it is reached, so the next ones see the inputs of
     the new model. Weights and biases stay. Under torch.distributed with an initialized group, call
     it on every rank: rank 0 sets the constants from its batch, and all ranks get them.
@@ -129,40 +128,37 @@ def _initialize(model: nn.Module, batch: Batch) -> InitializationReport:
     beta = {}
     for path, layer in layers.items():
         if path in sigma:
-            beta[path] = float(layer.beta().detach().median())
+            beta[path] = float(layer.beta().detach())
     return InitializationReport(beta, sigma, [path for path in layers if path not in sigma])
 
 
 @torch.no_grad()
 def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str) -> float:
     """Set a layer's constants by its input, (tokens, C), and return the input's size."""
-    mean = float(x.mean())
-    center = 0.0 if layer.center is None else mean
-    variance = float((x - center).square().mean())
-    if not 0 < layer.scale**2 * variance < float("inf"):
+    square = float(x.square().mean())
+    if not 0 < layer.scale**2 * square < float("inf"):
         raise DataError(
-            f"a layer's input must be finite and not all the same, but that of {path!r} has mean "
-            f"{mean:g} and mean square {variance:g} over {x.numel()} values: look for an overflow "
-            "or an empty batch"
+            f"a layer's input must be finite and not all 0, but that of {path!r} has a mean square "
+            f"of {square:g} over {x.numel()} values: look for an overflow or an empty batch"
         )
-    _warn_of_bound(layer, x - center, path)
-    beta = layer.scale**2 * variance
+    _warn_of_bound(layer, x, path)
+    beta = layer.scale**2 * square
     if layer.log_gain is not None:
-        squares = (x[:, list(layer.witness_channels)] - center).square()
+        squares = x[:, list(layer.witness_channels)].square()
         typical = max(float(squares.sum() / len(x)), _LEAST_SUM * beta / squares.shape[1])
         layer.log_gain.fill_(math.log(_SHARE * beta / typical))
         beta *= 1 - _SHARE
-    layer.fill_constants_(beta, mean)
-    return float(variance**0.5)
+    layer.fill_constants_(beta)
+    return float(square**0.5)
 
 
-def _warn_of_bound(layer: PointwiseNorm, u: Tensor, path: str) -> None:
+def _warn_of_bound(layer: PointwiseNorm, x: Tensor, path: str) -> None:
     """Warn if a norm of these tokens, (tokens, C), would give more than the layer can."""
     if isinstance(layer, LinearControl):
         return
-    sizes = u.square().mean(1).sqrt()
+    sizes = x.square().mean(1).sqrt()
     alive = sizes > 0
-    largest = float((u.abs().amax(1)[alive] / sizes[alive]).max())
+    largest = float((x.abs().amax(1)[alive] / sizes[alive]).max())
     # A token of one large channel is exactly at the bound.
     if largest > abs(layer.scale) * (1 + 1e-6):
         warnings.warn(

@@ -79,7 +79,7 @@ def init_as_published_(
         _scale_(embedding, max(layers.values(), key=lambda layer: layer.channels))
     for path, layer in layers.items():
         layer.scale = 1.0
-        layer.fill_constants_(layer.slope_ratio / alphas[path] ** 2, 0.0)
+        layer.fill_constants_(layer.slope_ratio / alphas[path] ** 2)
     return alphas
 
 

@@ -20,12 +20,10 @@ from dynorm.guard import (
     require_trainable,
     unchanged_on_error,
     undisturbed,
-    usable_bf16,
 )
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.layers.groups import constant_rates
 from dynorm.plain import Plain
-from dynorm.recipe import Recipe
 from dynorm.replace.converted import require_layers, warn_of_defaults
 from dynorm.replace.original import Outputs, norm_outputs, recorded
 
@@ -59,7 +57,6 @@ def refine_(
     *,
     steps: int = 50,
     lr: float = 3e-3,
-    bf16: bool = Recipe.bf16,
 ) -> RefinementReport:
     r"""Refine the constants, weights and biases of all point-wise layers together, in place.
 
@@ -85,8 +82,6 @@ def refine_(
         steps: how many gradient steps.
         lr: the first learning rate; it warms up over a tenth of the steps and then falls to 0 as a
             cosine.
-        bf16: run a float32 model under bfloat16 autocast; the report's errors are of that run. On a
-            processor without bfloat16 instructions float32 is used, with a warning.
 
     Returns:
         The number of steps and the mean relative error before and after, on the same batches.
@@ -100,7 +95,7 @@ def refine_(
             parameters are then as they were.
 
     Warns:
-        CalibrationWarning: layers have default constants; or ``bf16`` is not used.
+        CalibrationWarning: layers have default constants.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -123,7 +118,6 @@ def refine_(
                 "or call set_anneal_ first"
             )
     warn_of_defaults(model)
-    use_bf16 = bf16 and usable_bf16(model)
 
     def work() -> RefinementReport:
         used = list(islice(iterate(batches), steps))
@@ -133,7 +127,7 @@ def refine_(
             unchanged_on_error(layers),
             undisturbed(model, evaluate=True),
             _only_trainable(model, layers),
-            autocast(model, use_bf16),
+            autocast(model, bf16=False),
         ):
             return _refine(model, layers, used, steps, lr)
 

@@ -60,7 +60,7 @@ class SiteFit:
     For each candidate beta of a grid and each channel, with f the layer's function without affine
     map and y the target, the sums of f, f^2, f y, y and y^2 are kept. From them follow, per
     channel, the weight and bias of least squares and the residual; the beta with the smallest
-    residual wins, for all channels together or one by one. The grid is in units of a first
+    residual of all channels wins. The grid is in units of a first
     estimate: ``exp(mean log(C v_i))``, v_i the leave-one-out variance; with witnesses the constant
     that they leave.
 
@@ -90,17 +90,15 @@ class SiteFit:
                 self._factor = factor.detach().to(torch.float64, copy=True).flatten()
                 self._has_bias = layer.bias is not None
         self._scales: TokenScales | None = None
-        # One size in all layers of a conversion.
-        self._room = norm.witnesses or layer.room
-        if self._room:
-            self._scales = TokenScales(self.kind, self.eps, self._room)
+        allowed = norm.witnesses or len(layer.witness_channels)
+        if allowed:
+            self._scales = TokenScales(self.kind, self.eps, allowed)
         self._updates = 0
         # What is left of the mean squared error of each channel.
         self._squared_error: Tensor | None = None
         # From the first tokens that have a spread over their channels.
         self._has_started = False
         self._typical: float
-        self._center: Tensor
         # From each choice of witnesses, and without witnesses from the first tokens.
         self._betas: Tensor
         self._estimate_index: int  # of the first estimate
@@ -133,7 +131,7 @@ class SiteFit:
             return
         self._updates += 1
         if self._scales is not None:
-            self._scales.update(x - self._center)
+            self._scales.update(x)
         # This is true at the updates 1, 2, 4, 8 and so on. Other witnesses than before start new
         # sums. Just before the next choice these hold at least half of all tokens, if updates are
         # equally large.
@@ -156,26 +154,19 @@ class SiteFit:
         """Set the layer's constants, weight and bias by the sums."""
         lines = self._least_squares()
         residual = lines.residual
-        score = residual
         layer = self.layer
-        if not layer.per_channel:
-            score = residual.sum(1, keepdim=True).expand_as(residual)
-        lowest, chosen = score.min(0)
+        score = residual.sum(1)
+        chosen = int(score.argmin())
         # The first estimate, if another is better only by rounding.
-        is_as_good = score[self._estimate_index] <= lowest * (1 + 1e-6)
-        chosen = chosen.masked_fill(is_as_good, self._estimate_index)
-        channel = torch.arange(residual.shape[1], device=residual.device)
-        self._squared_error = residual[chosen, channel]
-        beta = self._betas[chosen]
-        shape = layer.normalized_shape
-        # Without per_channel it is the same in all channels.
-        layer.set_slope_(beta.reshape(shape) if layer.per_channel else beta[:1])
+        if score[self._estimate_index] <= score[chosen] * (1 + 1e-6):
+            chosen = self._estimate_index
+        self._squared_error = residual[chosen]
+        layer.set_slope_(self._betas[chosen])
         if self._factor is not None:
             assert layer.weight is not None
-            weight = lines.slope[chosen, channel] - layer.weight_offset
-            layer.weight.copy_(weight.reshape(shape))
+            layer.weight.copy_(lines.slope[chosen] - layer.weight_offset)
             if layer.bias is not None:
-                layer.bias.copy_(lines.offset[chosen, channel].reshape(shape))
+                layer.bias.copy_(lines.offset[chosen])
 
     @property
     def error(self) -> float:
@@ -193,8 +184,7 @@ class SiteFit:
         return max(float(mean_square.sum()), _TINY)
 
     def _start(self, x: Tensor) -> None:
-        """Choose centre and candidates by the first tokens that have a spread over their channels."""
-        layer = self.layer
+        """Choose the candidates by the first tokens that have a spread over their channels."""
         logarithms = x.new_zeros(x.shape[1], dtype=torch.float64)
         count = 0
         for chunk in self._chunks(x):
@@ -212,16 +202,8 @@ class SiteFit:
         self._has_started = True
         self._typical = float((logarithms / count).mean().exp())
         self._set_candidates_(*_DECADES, self._typical, x.device)
-        for name in layer.constants[1:]:
-            getattr(layer, name).zero_()
-        center = x.new_zeros(())
-        # With witnesses the bias takes the centre over.
-        if layer.center is not None and self.kind == "layernorm" and self._scales is None:
-            layer.center.fill_(self._mean([x]).mean())
-            # As the layer's dtype holds it: the function that is fitted is the one that will be
-            # computed.
-            center = layer.center.flatten()[0].to(x.dtype)
-        self._center = center
+        for name in self.layer.constants[1:]:
+            getattr(self.layer, name).zero_()
 
     def _start_sums_(self, x: Tensor, y: Tensor) -> None:
         """Start the sums of least squares, after a choice of witnesses; they go on if nothing changes."""
@@ -259,7 +241,7 @@ class SiteFit:
             and before.gains == chosen.gains
         ):
             return False
-        self.layer.set_witnesses_(chosen.channels, chosen.gains, self._room)
+        self.layer.set_witnesses_(chosen.channels, chosen.gains)
         beta = self._typical
         decades = _DECADES
         if chosen.channels:
@@ -282,10 +264,9 @@ class SiteFit:
 
     def _functions(self, x: Tensor) -> Iterator[Tensor]:
         """Yield the layer's function of tokens for each candidate beta."""
-        centred = x - self._center
         for beta in self._betas:
             self._probe.set_slope_(beta)
-            yield self._probe(centred)
+            yield self._probe(x)
 
     def _chunks(self, x: Tensor) -> Sequence[Tensor]:
         """Return the tokens in pieces that stay in a CPU's cache, and whose copies need little memory."""

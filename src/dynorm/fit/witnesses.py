@@ -132,7 +132,7 @@ class TokenScales:
 
     @torch.no_grad()
     def update(self, u: Tensor) -> None:
-        """Add tokens (tokens, C) about their centre."""
+        """Add tokens (tokens, C)."""
         if self._least is None:
             self._least = self._quarter_of_typical(u)
         if not self._candidates:

@@ -87,14 +87,13 @@ def _write_values_(plan: Plan) -> None:
 
 
 def _strip_(layer: PointwiseNorm, *, is_line: bool) -> None:
-    """Take off a point-wise layer its scale, weight and bias; off a line also slope and centre."""
+    """Take off a point-wise layer its scale, weight and bias; off a line also the slope."""
     layer._parameters.update(weight=None, bias=None)
     layer.scale = 1.0
     layer.weight_offset = 0.0
     if is_line:
         log_beta = layer.get_parameter("log_beta")
-        neutral = parameter_like(torch.zeros_like(log_beta), log_beta)
-        layer._parameters.update(center=None, log_beta=neutral)
+        layer._parameters["log_beta"] = parameter_like(torch.zeros_like(log_beta), log_beta)
     # The norm that it replaced no longer fits the weights around it.
     layer.__dict__.pop("replaced", None)
 

@@ -1,6 +1,6 @@
 """The folds that are part of a conversion: of means before it, and of lines after it.
 
-A point-wise layer has one centre for all tokens, but each token has its own mean. Where modules that
+A point-wise layer does not see the mean of its token. Where modules that
 write into a residual stream are linear, the mean can be taken out of them, exactly.
 """
 

@@ -179,7 +179,7 @@ def _site_fold(site: NormSite, module: nn.Module, chosen: bool) -> SiteFold:
 
 
 def _include_constants_(fold: SiteFold, layer: PointwiseNorm) -> None:
-    """Put the scale of a layer into the weight, and of a line also its slope and centre."""
+    """Put the scale of a layer into the weight, and of a line also its slope."""
     if layer.scale == 1 and not fold.is_line:
         return
     factor = torch.tensor(layer.scale, dtype=torch.float64, device="cpu")
@@ -188,9 +188,6 @@ def _include_constants_(fold: SiteFold, layer: PointwiseNorm) -> None:
         factor = factor * (-0.5 * log_beta).exp()
     factor = factor.expand(fold.site.normalized_shape)
     fold.weight = factor if fold.weight is None else factor * fold.weight
-    if fold.is_line and layer.center is not None:
-        moved = fold.weight * double(layer.center)
-        fold.bias = -moved if fold.bias is None else fold.bias - moved
 
 
 def is_exact(fold: SiteFold, *, as_layernorm: bool = False) -> bool:

@@ -138,7 +138,7 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
             if layer.witnesses is not None and not layer.has_witnesses(layer.witnesses):
                 raise StorageError(
                     f"the witnesses of {path!r} in the checkpoint must be those in config.json, "
-                    f"{list(layer.witness_positions())}, got {layer.witnesses.tolist()}"
+                    f"{list(layer.witness_channels)}, got {layer.witnesses.tolist()}"
                 )
         # The model is an ordinary one now. Otherwise `.half()` would raise an error, and the
         # Trainer would ask for adapters.

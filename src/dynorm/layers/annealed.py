@@ -139,13 +139,8 @@ class AnnealedNorm(PointwiseNorm):
         """Return the norm, by torch's own kernel if it takes this axis and these dtypes."""
         weight = self.factor()
         is_layer_norm = self.kind == "layernorm"
-        # These return contiguous tensors.
-        is_ordered = x.is_contiguous() or not self.keep_order
-        if (
-            is_ordered
-            and self.dim == -1
-            and all(p is None or p.dtype == x.dtype for p in (weight, self.bias))
-        ):
+        has_dtype = all(p is None or p.dtype == x.dtype for p in (weight, self.bias))
+        if has_dtype and self.dim == -1:
             if is_layer_norm:
                 return layer_norm(x, self.normalized_shape, weight, self.bias, self.norm_eps)
             if self.bias is None:

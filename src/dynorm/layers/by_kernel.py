@@ -57,10 +57,7 @@ def _with_witnesses(
     witnesses, gain = layer.witnesses_and_gains()
     shown = x.index_select(-1, witnesses)
     own = [_chosen(parameter, witnesses) for parameter in parameters]
-    center = own[2]
     u = upcast(shown)
-    if center is not None:
-        u = u - center
     # So far from the largest number that a sum of 16 squares with large gains stays finite.
     limit = torch.finfo(u.dtype).max ** 0.5 / 2**14
     # The definition clamps x too where a witness is larger, or not a number. A GPU is not waited for.

@@ -10,7 +10,7 @@ from dynorm.layers.constants import AlphaNorm
 
 
 class Derf(AlphaNorm):
-    r"""Dynamic erf: ``y = weight * scale * erf(alpha * (x - center) + shift) + bias``.
+    r"""Dynamic erf: ``y = weight * scale * erf(alpha * x + shift) + bias``.
 
     ``scale`` is sqrt(C) by default, as for :class:`DyISRU`; ``scale=1`` is the published form, whose
     checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged, and so do those with the
@@ -46,6 +46,6 @@ class Derf(AlphaNorm):
         """Return the first ``alpha``, and a shift of 0, as published."""
         return {**super().initial_constants(), "shift": 0.0}
 
-    def f(self, u: Tensor, alpha: Tensor) -> Tensor:
-        """Return ``erf(alpha * u + shift)``."""
-        return torch.erf(alpha * u + self.shift)
+    def f(self, x: Tensor, alpha: Tensor) -> Tensor:
+        """Return ``erf(alpha * x + shift)``."""
+        return torch.erf(alpha * x + self.shift)

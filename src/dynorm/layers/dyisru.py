@@ -9,9 +9,8 @@ from dynorm.layers.constants import LogBetaNorm
 
 
 class DyISRU(LogBetaNorm):
-    r"""Dynamic inverse square root unit: ``y = weight * scale * u / sqrt(beta + u^2) + bias``.
+    r"""Dynamic inverse square root unit: ``y = weight * scale * x / sqrt(beta + x^2) + bias``.
 
-    Here ``u = x - center``.
     With beta the sum of squares of the other channels this is RMSNorm, exactly; with leave-one-out
     mean and variance it is LayerNorm. Here beta is learned instead, as ``log_beta``: positive by
     construction, so there is no ``eps``. All arguments except the first are passed by name.
@@ -21,14 +20,11 @@ class DyISRU(LogBetaNorm):
         beta_init: the first beta, positive; C by default, right for inputs of unit variance.
         elementwise_affine: learn ``weight`` (and ``bias``), of shape (C,).
         bias: learn ``bias``; only with ``elementwise_affine``.
-        per_channel: one beta (and centre) per channel instead of one for all.
-        center: learn a centre c, subtracted from x first (eq. 13 with a learned constant for the
-            mean).
         scale: the fixed factor, the bound of the function; sqrt(C) by default, as for RMSNorm. Eq.
             15 has sqrt(C - 1), LayerNorm's bound; ``convert_`` sets whichever the replaced norm
             has.
         witnesses: the positions of at most 16 channels that show a token's scale, or a number N for
-            the first N: beta becomes ``beta + sum of gain_k * u_k^2`` over the witnesses k other
+            the first N: beta becomes ``beta + sum of gain_k * x_k^2`` over the witnesses k other
             than the channel itself. With none, the default, a value depends on its own channel.
         dim: the channel axis, -1 or any other (1 for channels-first).
         device: where the parameters live.
@@ -55,7 +51,7 @@ class DyISRU(LogBetaNorm):
 
     kernel = kernels.FunctionCode.DYISRU
 
-    def f(self, u: Tensor, beta: Tensor) -> Tensor:
-        """Return ``u / sqrt(beta + u^2)``."""
-        u = clamped(u)
-        return u / torch.sqrt(beta + u * u)
+    def f(self, x: Tensor, beta: Tensor) -> Tensor:
+        """Return ``x / sqrt(beta + x^2)``."""
+        x = clamped(x)
+        return x / torch.sqrt(beta + x * x)

@@ -8,7 +8,7 @@ from dynorm.layers.constants import AlphaNorm
 
 
 class DyT(AlphaNorm):
-    r"""Dynamic tanh: ``y = weight * scale * tanh(alpha * (x - center)) + bias``.
+    r"""Dynamic tanh: ``y = weight * scale * tanh(alpha * x) + bias``.
 
     It is LayerNorm with its slope factor F(x) held constant. ``scale`` is sqrt(C) by default, as
     for :class:`DyISRU`; ``scale=1`` is the published form, whose checkpoints (``alpha``,
@@ -39,6 +39,6 @@ class DyT(AlphaNorm):
     kernel = kernels.FunctionCode.DYT
     constant_from = staticmethod(theory.scaled_dyt_alpha)
 
-    def f(self, u: Tensor, alpha: Tensor) -> Tensor:
-        """Return ``tanh(alpha * u)``."""
-        return torch.tanh(alpha * u)
+    def f(self, x: Tensor, alpha: Tensor) -> Tensor:
+        """Return ``tanh(alpha * x)``."""
+        return torch.tanh(alpha * x)

@@ -30,7 +30,7 @@ def param_groups(
         model: a model with or without point-wise layers.
         lr: the rate of all weights except the constants.
         weight_decay: for parameters of two and more dimensions, except those of point-wise layers.
-        constants_lr: the rate of ``log_beta``, ``log_gain``, ``alpha``, ``shift`` and ``center``;
+        constants_lr: the rate of ``log_beta``, ``log_gain``, ``alpha`` and ``shift``;
             by default 30 times ``lr`` for the logarithms and ``lr`` for the others. While a rate
             warms up, a layer's input can grow a hundredfold: beta must follow, or the layer
             saturates and the model is stuck. The rate of an alpha is multiplied by its present

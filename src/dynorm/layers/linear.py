@@ -7,11 +7,11 @@ from dynorm.layers.constants import LogBetaNorm
 
 
 class LinearControl(LogBetaNorm):
-    r"""A constant slope: ``y = weight * scale * (x - center) / sqrt(beta) + bias``.
+    r"""A constant slope: ``y = weight * scale * x / sqrt(beta) + bias``.
 
     It has the constant of DyISRU and the same slope at 0, but no bound. If it does as well as
     DyISRU, the bound does not help. With witnesses, and only then, inputs are clamped to 2**63
-    (float64: 2**511) from the centre, so that their squares stay finite.
+    (float64: 2**511), so that their squares stay finite.
 
     Shapes, dtypes and all arguments are those of :class:`DyISRU`.
 
@@ -26,6 +26,6 @@ class LinearControl(LogBetaNorm):
 
     kernel = kernels.FunctionCode.LINEAR
 
-    def f(self, u: Tensor, slope: Tensor) -> Tensor:
-        """Return ``slope * u``, with ``slope = 1 / sqrt(beta)``."""
-        return slope * u
+    def f(self, x: Tensor, slope: Tensor) -> Tensor:
+        """Return ``slope * x``, with ``slope = 1 / sqrt(beta)``."""
+        return slope * x

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from dynorm import kernels
 from dynorm.arguments import (
-    check_count,
     check_positive,
     check_witnesses,
-    is_exporting,
     require_gathered,
     upcast,
 )
@@ -24,8 +22,6 @@ class LayerArguments(TypedDict, total=False):
 
     elementwise_affine: bool
     bias: bool
-    per_channel: bool
-    center: bool
     scale: float | None
     witnesses: int | Sequence[int]
     dim: int
@@ -66,19 +62,14 @@ class PointwiseModule(nn.Module):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    center: nn.Parameter | None
     log_gain: nn.Parameter | None
     witnesses: Tensor | None
     witness_channels: tuple[int, ...]
-    # The number of entries of `witnesses` and `log_gain`.
-    room: int
     channels: int
     dim: int
     scale: float
-    per_channel: bool
     promote: bool
     weight_offset: float
-    keep_order: bool
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -104,11 +95,6 @@ class PointwiseModule(nn.Module):
     def beta(self) -> Tensor:
         """Return the constant as DyISRU's beta, the inverse square of the slope of ``f`` at 0."""
         raise NotImplementedError
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether y has the memory order of x: only torch's own norms do not, with channels last."""
-        return self.keep_order or self.dim != -1
 
     def form(self) -> tuple[int, bool, float]:
         """Return the fields of :class:`dynorm.kernels.Form`."""
@@ -136,23 +122,14 @@ class PointwiseModule(nn.Module):
         """Return the positions of the witnesses, and the weight of the square of each."""
         assert self.witnesses is not None
         assert self.log_gain is not None
-        witnesses, gains = self.witnesses, upcast(self.log_gain).exp()
-        if not torch.compiler.is_compiling() or is_exporting():
-            count = len(self.witness_channels)
-            return witnesses[:count], gains[:count]
-        # Of one size, so that the layers of a model share a graph: what is left of the room is the
-        # first witness once more, with a weight of 0.
-        is_named = witnesses >= 0
-        return torch.where(is_named, witnesses, witnesses[:1]), torch.where(is_named, gains, 0)
-
-    def witness_positions(self) -> tuple[int, ...]:
-        """Return the positions of the witnesses, and -1 for what is left of the room."""
-        return self.witness_channels + (-1,) * (self.room - len(self.witness_channels))
+        return self.witnesses, upcast(self.log_gain).exp()
 
     def constant_parameters(self) -> list[nn.Parameter]:
-        """Return all parameters except weight and bias: the constants, the centre and the gains."""
+        """Return all parameters except weight and bias: the constants and the gains."""
         parameters = [getattr(self, name) for name in self.constants]
-        return parameters + [p for p in (self.center, self.log_gain) if p is not None]
+        if self.log_gain is not None:
+            parameters.append(self.log_gain)
+        return parameters
 
     def returned_dtype(self, given: torch.dtype) -> torch.dtype:
         """Return the dtype of the output for an input of dtype ``given`` and the present weight."""
@@ -178,11 +155,11 @@ class PointwiseModule(nn.Module):
         So one number, beta, has the same meaning for all functions.
 
         Args:
-            beta: DyISRU's constant, positive; a number or a tensor that broadcasts to the
-                constant's shape, and is checked on the CPU only, to avoid waiting for a device.
+            beta: DyISRU's constant, positive; a number or a tensor of one, which is checked on the
+                CPU only, to avoid waiting for a device.
 
         Raises:
-            ArgumentError: ``beta`` is not positive and finite, or does not broadcast.
+            ArgumentError: ``beta`` is not positive and finite, or more than one number.
             ModelError: the layer's parameters are the placeholders of DeepSpeed's ZeRO-3.
         """
         require_gathered(self)
@@ -191,14 +168,11 @@ class PointwiseModule(nn.Module):
         if not isinstance(value, Tensor):
             value = torch.tensor(beta, dtype=torch.float64, device="cpu")
         value = value.detach().to(torch.promote_types(value.dtype, upcast(stored).dtype))
-        try:
-            value.expand(stored.shape)
-        except RuntimeError as error:
+        if value.numel() != 1:
             raise ArgumentError(
-                f"beta must broadcast to the constant's shape {tuple(stored.shape)}, got shape "
-                f"{tuple(value.shape)}"
-            ) from error
-        if value.is_cpu and not bool((value.isfinite() & (value > 0)).all()):
+                f"beta must be one number for all channels, got the shape {tuple(value.shape)}"
+            )
+        if value.is_cpu and not 0 < float(value) < math.inf:
             raise ArgumentError(f"beta must be positive and finite, got {beta}")
         # A number beyond the dtype's range becomes the largest in it: an infinite alpha would turn
         # an input of 0 into NaN.
@@ -210,7 +184,6 @@ class PointwiseModule(nn.Module):
         self,
         witnesses: int | Sequence[int],
         gains: Sequence[float] | None = None,
-        room: int = 0,
     ) -> None:
         """Replace the witnesses; an empty sequence makes the layer a function of one channel again.
 
@@ -219,7 +192,6 @@ class PointwiseModule(nn.Module):
         Args:
             witnesses: the positions of at most 16 channels; a number N for the first N.
             gains: the weight of the square of each, 1 by default.
-            room: the size of the tensors that hold them; their number if that is larger.
 
         Raises:
             ArgumentError: there are too many witnesses, one is out of range or named twice, or the
@@ -233,32 +205,28 @@ class PointwiseModule(nn.Module):
                 f"gains must be a list, one for each of {len(channels)} witnesses, got {gains!r}"
             )
         logarithms = [math.log(check_positive("gains", gain)) for gain in gains]
-        room = max(check_count("room", room, 0), len(channels))
-        logarithms += [0.0] * (room - len(channels))
         log_gain = None
+        positions = None
         if channels:
             like = self.first_constant
             values = torch.tensor(logarithms, device=like.device, dtype=like.dtype)
             log_gain = nn.Parameter(values, like.requires_grad)
+            positions = torch.tensor(channels, device=like.device)
         self.witness_channels = channels
-        self.room = room if channels else 0
         self.register_parameter("log_gain", log_gain)
         # In the state dict, so that a checkpoint says which channels its gains belong to.
-        positions = None
-        if log_gain is not None:
-            positions = torch.tensor(self.witness_positions(), device=log_gain.device)
         self.register_buffer("witnesses", positions)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # From the meta device to_empty brings arbitrary numbers.
         if self.witnesses is not None and not self.witnesses.is_meta:
-            self.witnesses = torch.tensor(self.witness_positions(), device=self.witnesses.device)
+            self.witnesses = torch.tensor(self.witness_channels, device=self.witnesses.device)
         return self
 
     def has_witnesses(self, saved: Tensor) -> bool:
         """Return whether the tensor of a checkpoint names this layer's witnesses."""
-        return saved.dtype == torch.int64 and saved.tolist() == list(self.witness_positions())
+        return saved.dtype == torch.int64 and saved.tolist() == list(self.witness_channels)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         saved = state_dict.get(f"{prefix}witnesses")
@@ -266,20 +234,18 @@ class PointwiseModule(nn.Module):
         if has_values and self.witness_channels and not self.has_witnesses(saved):
             errors: list[str] = args[-1]
             errors.append(
-                f"{prefix}witnesses must be the layer's, {list(self.witness_positions())}, got "
+                f"{prefix}witnesses must be the layer's, {list(self.witness_channels)}, got "
                 f"{saved.tolist()}: build the layer with the witnesses of the checkpoint"
             )
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     @torch.no_grad()
-    def fill_constants_(self, beta: Tensor | float, center: Tensor | float) -> None:
-        """Set the slope by ``beta``, the centre if there is one, and every other constant to 0."""
+    def fill_constants_(self, beta: Tensor | float) -> None:
+        """Set the slope by ``beta``, and every other constant to 0."""
         self.set_slope_(beta)
         for name in self.constants[1:]:
             self.get_parameter(name).zero_()
-        if self.center is not None:
-            store_(self.center, torch.as_tensor(center, device=self.center.device))
 
     def config(self) -> dict[str, Any]:
         """Return the constructor's arguments, except device and dtype, as values for JSON."""
@@ -287,18 +253,14 @@ class PointwiseModule(nn.Module):
             "normalized_shape": [self.channels],
             "elementwise_affine": self.weight is not None,
             "bias": self.bias is not None,
-            "per_channel": self.per_channel,
-            "center": self.center is not None,
             "scale": self.scale,
             "dim": self.dim,
         }
-        for name in ("promote", "keep_order", "weight_offset"):
+        for name in ("promote", "weight_offset"):
             if getattr(self, name):
                 config[name] = getattr(self, name)
         if self.witness_channels:
             config["witnesses"] = list(self.witness_channels)
-        if self.room > len(self.witness_channels):
-            config["room"] = self.room
         return config | {name: getattr(self, name) for name in self.own_arguments}
 
     def extra_repr(self) -> str:
@@ -310,7 +272,7 @@ class PointwiseModule(nn.Module):
                 parts.append(f"{name}={text}")
         parts.append(f"scale={self.scale:.4g}")
         defaults = {"elementwise_affine": True, "bias": True, "dim": -1}
-        hidden = ("normalized_shape", "scale", "room", *self.own_arguments)
+        hidden = ("normalized_shape", "scale", *self.own_arguments)
         for name, value in self.config().items():
             if name not in hidden and value != defaults.get(name, False):
                 parts.append(f"{name}={value}")
@@ -322,14 +284,10 @@ class PointwiseModule(nn.Module):
 
 
 def _shown(constant: Tensor) -> str | None:
-    """Return a constant as text, the range of several values; None if it has no values here."""
+    """Return a constant as text; None if it has no value here."""
     if constant.is_meta or kernels.traced(constant) or not constant.numel():
         return None
-    low, high = constant.double().aminmax()
-    text = f"{float(low):.4g}"
-    if low != high:
-        text += f" to {float(high):.4g}"
-    return text
+    return f"{float(constant):.4g}"
 
 
 def store_(parameter: nn.Parameter, value: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The base of the point-wise layers: ``y = weight * scale * f(x - center) + bias``."""
+"""The base of the point-wise layers: ``y = weight * scale * f(x) + bias``."""
 
 import math
 from collections.abc import Sequence
@@ -24,22 +24,18 @@ from dynorm.layers.module import PointwiseModule
 
 
 class PointwiseNorm(PointwiseModule):
-    """Base of the layers that replace a norm: ``y = weight * scale * f(x - center) + bias``.
+    """Base of the layers that replace a norm: ``y = weight * scale * f(x) + bias``.
 
     A subclass has ``f``, its constants and the number of its kernel. Parameters are never
-    0-dimensional: a constant has shape ``(1,)``, or ``(C,)`` with ``per_channel=True``. The
-    arguments are explained at :class:`dynorm.DyISRU`, except those that :func:`dynorm.convert_` and
-    saved models give for the habits of a norm and its place.
+    0-dimensional: a constant has shape ``(1,)``. The arguments are explained at
+    :class:`dynorm.DyISRU`, except those that :func:`dynorm.convert_` and saved models give for the
+    habits of a norm and its place.
 
     Args:
         promote: return the promotion of the dtypes of x and ``weight``, as Llama's RMSNorm does,
             and not that of x.
-        keep_order: return y in the memory order of x, as a norm of element-wise operations does,
-            and not contiguous.
         weight_offset: added to ``weight``: 1 for a norm whose factor is 1 + w, so that w keeps all
             its digits.
-        room: the size of the tensors that hold the witnesses; layers of one room share a compiled
-            graph.
     """
 
     # Tensors that are made in inference mode can never be trained.
@@ -50,17 +46,13 @@ class PointwiseNorm(PointwiseModule):
         *,
         elementwise_affine: bool = True,
         bias: bool = True,
-        per_channel: bool = False,
-        center: bool = False,
         scale: float | None = None,
         witnesses: int | Sequence[int] = (),
         dim: int = -1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         promote: bool = False,
-        keep_order: bool = False,
         weight_offset: float = 0.0,
-        room: int = 0,
     ) -> None:
         super().__init__()
         if dtype is not None and not is_floating_dtype(dtype):
@@ -70,9 +62,7 @@ class PointwiseNorm(PointwiseModule):
         self.scale = check_finite("scale", math.sqrt(self.channels) if scale is None else scale)
         if self.scale == 0:
             raise ArgumentError("scale must not be 0, got 0: leave it out for sqrt(C)")
-        self.per_channel = per_channel
         self.promote = promote
-        self.keep_order = keep_order
         self.weight_offset = check_finite("weight_offset", weight_offset)
 
         def add(name: str, size: int, exists: bool = True) -> None:
@@ -81,23 +71,21 @@ class PointwiseNorm(PointwiseModule):
                 parameter = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
             self.register_parameter(name, parameter)
 
-        constant_size = self.channels if per_channel else 1
         for name in self.constants:
-            add(name, constant_size)
-        add("center", constant_size, center)
-        self.set_witnesses_(witnesses, room=room)
+            add(name, 1)
+        self.set_witnesses_(witnesses)
         add("weight", self.channels, elementwise_affine)
         add("bias", self.channels, elementwise_affine and bias)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set factors and gains to 1, bias and centre to 0, the constants to their defaults."""
+        """Set factors and gains to 1, the bias to 0, the constants to their defaults."""
         for name, value in self.initial_constants().items():
             getattr(self, name).fill_(value)
         if self.weight is not None:
             self.weight.fill_(1.0 - self.weight_offset)
-        for parameter in (self.bias, self.center, self.log_gain):
+        for parameter in (self.bias, self.log_gain):
             if parameter is not None:
                 parameter.zero_()
 
@@ -171,7 +159,8 @@ class PointwiseNorm(PointwiseModule):
 
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the function of ``x``, whose size is checked, by a kernel if one serves."""
-        if not self.keeps_order:
+        # As torch's own norms return it.
+        if self.dim == -1:
             x = x.contiguous()
         results = by_kernel(self, x)
         if results is not None:
@@ -179,7 +168,7 @@ class PointwiseNorm(PointwiseModule):
         return self.definition(x)
 
     def definition(self, x: Tensor) -> Tensor:
-        """Return ``weight * scale * f(x - center) + bias`` by plain torch, in at least float32."""
+        """Return ``weight * scale * f(x) + bias`` by plain torch, in at least float32."""
         parameters, log_gain = self.kernel_parameters()
         form = kernels.Form(*self.form())
         if log_gain is not None:
@@ -191,17 +180,16 @@ class PointwiseNorm(PointwiseModule):
         if torch.compiler.is_compiling() and not is_exporting():
             # One operator, which a pass may find before it is taken apart.
             return kernels.definition(x, *parameters, *form)
-        constant, _, center, weight, bias = parameters
+        constant, _, _, weight, bias = parameters
         assert constant is not None
-        u = upcast(x) if center is None else upcast(x) - center
-        y = self.f(u, form.constant(constant))
+        y = self.f(upcast(x), form.constant(constant))
         y = y * (self.scale if weight is None else upcast(weight) * self.scale)
         if bias is not None:
             y = y + bias
         return y.to(x.dtype)
 
-    def f(self, u: Tensor, constant: Tensor) -> Tensor:
-        """Return the function of ``u = x - center``."""
+    def f(self, x: Tensor, constant: Tensor) -> Tensor:
+        """Return the function of ``x``, which has at least float32."""
         raise NotImplementedError
 
 

@@ -10,18 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError, listed
-from dynorm.family import NAMES
 from dynorm.find.affine import affine_parts
 from dynorm.find.probe import has_other_forward
 from dynorm.find.tokens import tensor_like
 from dynorm.guard import require_plain_model
-from dynorm.layers import PointwiseNorm
+from dynorm.layers import LinearControl, PointwiseNorm
 from dynorm.plain import Plain
 from dynorm.replace.converted import Replaced, dynorm_layers, replaced_by
 from dynorm.replace.options import LayerOptions, Target, chosen_options, options_by_glob
 from dynorm.replace.swap import swap_, take_over_
 from dynorm.site import NormSite
-from dynorm.table import Table
+from dynorm.table import Table, count_of
 
 
 @dataclass(frozen=True)
@@ -29,32 +28,29 @@ class ConversionReport(Plain):
     """The result of ``convert_``, one row per site.
 
     Args:
-        to: the layer that replaced the norms; of several the names, in order of the sites.
         converted: the sites that were replaced, in call order.
+        layers: the name of the layer of each.
         refused: the selected sites that keep their norm; ``site.refused`` is the reason.
-        layers: the layer of each converted site, if they differ; otherwise empty.
         skipped: the sites that could be replaced, but keep their norm because the options say so.
 
     Example:
         >>> site = dynorm.site.NormSite("norm", kind="rmsnorm", normalized_shape=(8,))
-        >>> print(dynorm.report.ConversionReport("dyisru", [site], []))
+        >>> print(dynorm.report.ConversionReport([site], ["dyisru"], []))
         1 norm replaced by dyisru, 0 kept
         <BLANKLINE>
         site  norm        layer
         norm  rmsnorm(8)  dyisru
     """
 
-    to: str
     converted: list[NormSite]
+    layers: list[str]
     refused: list[NormSite]
-    layers: list[str] = field(default_factory=list)
     skipped: list[NormSite] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Return the report as a table."""
         rows = []
-        layers = self.layers or [self.to] * len(self.converted)
-        for site, layer in zip(self.converted, layers, strict=True):
+        for site, layer in zip(self.converted, self.layers, strict=True):
             rows.append((site.path, f"{site.kind}({site.normalized_shape[0]})", layer))
         return str(Table(("site", "norm", "layer"), rows, self._notes(), self._title()))
 
@@ -63,9 +59,9 @@ class ConversionReport(Plain):
         return str(Table((), (), self._notes(), self._title()))
 
     def _title(self) -> str:
-        count = len(self.converted)
-        norms = "1 norm" if count == 1 else f"{count} norms"
-        return f"{norms} replaced by {self.to}, {len(self.refused) + len(self.skipped)} kept"
+        norms = count_of(len(self.converted), "norm")
+        names = ", ".join(dict.fromkeys(self.layers))
+        return f"{norms} replaced by {names}, {len(self.refused) + len(self.skipped)} kept"
 
     def _notes(self) -> list[str]:
         notes = []
@@ -82,8 +78,6 @@ def convert_(
     sites: Sequence[NormSite],
     to: Target = LayerOptions.to,
     *,
-    per_channel: bool = LayerOptions.per_channel,
-    center: bool = LayerOptions.center,
     witnesses: int = LayerOptions.witnesses,
 ) -> ConversionReport:
     """Replace norms by point-wise layers, in place.
@@ -98,14 +92,11 @@ def convert_(
         sites: the result of :func:`find_norms` on this very model.
         to: "dyisru", "dyt" (scaled, eq. 11), "derf" or "linear" (the control); or "annealed"
             (towards DyISRU), "annealed_dyt", "annealed_derf", "annealed_linear": they compute the
-            norm until :func:`set_anneal_` moves them. A class of layers is accepted too. A mapping
-            gives different norms different layers, by globs of their paths: ``{"*.layers.0.*":
-            None, "*.ln_f": "dyt", "head.*": {"to": "derf", "witnesses": 4}}``. The first glob that
-            matches a norm decides. A mapping of options lacks nothing that this call's arguments
-            have, and None keeps the norm. ``"*"`` is for the norms that no other glob matches,
-            which become DyISRU without it.
-        per_channel: one constant per channel instead of one per layer.
-        center: give each layer in the place of a LayerNorm a centre.
+            norm until :func:`set_anneal_` moves them. A mapping gives different norms different
+            layers, by globs of their paths: ``{"*.layers.0.*": None, "*.ln_f": "dyt", "head.*":
+            {"to": "derf", "witnesses": 4}}``. The first glob that matches a norm decides. A mapping
+            of options lacks nothing that this call's arguments have, and None keeps the norm.
+            ``"*"`` is for the norms that no other glob matches, which become DyISRU without it.
         witnesses: how many channels :func:`calibrate_` may choose for each layer, whose token sizes
             they show, at most 16. 0 keeps the pure function of one channel.
 
@@ -130,8 +121,7 @@ def convert_(
         site  norm          layer
         1     layernorm(8)  dyisru
     """
-    base = LayerOptions(per_channel=per_channel, center=center, witnesses=witnesses)
-    by_glob = options_by_glob(to, base)
+    by_glob = options_by_glob(to, LayerOptions(witnesses=witnesses))
     require_plain_model(model)
     _require_sites(model, sites)
     options = chosen_options(sites, by_glob)
@@ -161,10 +151,8 @@ def convert_(
     same = {source: copy for source, copy in copies.items() if torch.equal(source, copy)}
     _require_unshared(model, new, copies.keys() - same.keys())
     swap_(model, {**new, **same})
-    names = [NAMES[options[site.path].kind] for site in replaceable]
-    different = list(dict.fromkeys(names))
-    name_by_site = names if len(different) > 1 else []
-    return ConversionReport(", ".join(different), replaceable, refused, name_by_site, skipped)
+    names = [options[site.path].to for site in replaceable]
+    return ConversionReport(replaceable, names, refused, skipped)
 
 
 def _require_sites(model: nn.Module, sites: Sequence[NormSite]) -> None:
@@ -267,19 +255,20 @@ def _built(
     bound = channels
     if site.kind != "rmsnorm":
         bound = max(channels - 1, 1)
+    has_bias = site.bias_name is not None
+    # A line takes the mean out by its bias only.
+    if issubclass(options.kind, LinearControl) and site.kind == "layernorm":
+        has_bias = True
     own: dict[str, Any] = {}
     if options.is_annealed:
         own = {"kind": site.kind, "norm_eps": site.eps}
     layer = options.kind(
         channels,
-        elementwise_affine=site.weight_name is not None or site.bias_name is not None,
-        bias=site.bias_name is not None,
-        per_channel=options.per_channel,
-        center=options.center and site.kind == "layernorm",
+        elementwise_affine=has_bias or site.weight_name is not None,
+        bias=has_bias,
         scale=math.sqrt(bound),
         dim=site.dim,
         promote=site.promote,
-        keep_order=site.keep_order,
         weight_offset=site.weight_offset,
         device=like.device,
         dtype=like.dtype,

@@ -11,12 +11,10 @@ from dynorm.arguments import MOST_WITNESSES, check_count
 from dynorm.errors import ArgumentError
 from dynorm.family import layer_class
 from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.site import NormSite, as_strings, require_matches
+from dynorm.site import NormSite, require_matches
 
-Layer = str | type[PointwiseNorm]
-"""A layer by its name or its class."""
-Target = Layer | Mapping[str, Layer | Mapping[str, Any] | None]
-"""One layer for all norms, or a layer or options by the globs of the paths of norms."""
+Target = str | Mapping[str, str | Mapping[str, Any] | None]
+"""The name of one layer for all norms, or names or options by the globs of the paths of norms."""
 
 REST = "*"
 """The glob of the norms that no other glob matches."""
@@ -28,12 +26,10 @@ class LayerOptions:
 
     Example:
         >>> LayerOptions().changed({"to": "dyt", "witnesses": 4})
-        LayerOptions(to='dyt', per_channel=False, center=False, witnesses=4)
+        LayerOptions(to='dyt', witnesses=4)
     """
 
-    to: Layer = "dyisru"
-    per_channel: bool = False
-    center: bool = False
+    to: str = "dyisru"
     witnesses: int = 0
 
     @property
@@ -46,9 +42,9 @@ class LayerOptions:
         """Whether the layer is a norm until its annealing ends."""
         return issubclass(self.kind, AnnealedNorm)
 
-    def changed(self, choice: Layer | Mapping[str, Any]) -> LayerOptions:
+    def changed(self, choice: str | Mapping[str, Any]) -> LayerOptions:
         """Return the checked options with another layer, or with other values of some."""
-        if isinstance(choice, (str, type)):
+        if isinstance(choice, str):
             choice = {"to": choice}
         known = [field.name for field in fields(self)]
         if not isinstance(choice, Mapping):
@@ -65,10 +61,6 @@ class LayerOptions:
         """Check every value, or raise ArgumentError."""
         # An unknown layer has no class.
         _ = self.kind
-        for name in ("per_channel", "center"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ArgumentError(f"{name} must be True or False, got {value!r}")
         if check_count("witnesses", self.witnesses, 0) > MOST_WITNESSES:
             raise ArgumentError(
                 f"witnesses must be at most {MOST_WITNESSES}, got {self.witnesses!r}: a sum over "
@@ -82,7 +74,10 @@ def options_by_glob(to: Target, base: LayerOptions) -> dict[str, LayerOptions | 
     ``base`` has the options that a glob leaves out; None keeps the norms.
     """
     choices: Mapping[str, Any] = to if isinstance(to, Mapping) else {REST: to}
-    globs = [glob for glob in as_strings(choices) if glob != REST]
+    for glob in choices:
+        if not isinstance(glob, str):
+            raise ArgumentError(f"globs must be strings such as 'encoder.*', got {glob!r}")
+    globs = [glob for glob in choices if glob != REST]
     options: dict[str, LayerOptions | None] = {}
     for glob in [*globs, REST]:
         choice = choices.get(glob, {})

@@ -1,6 +1,7 @@
 """Annealing: move a model step by step from its norms to point-wise functions."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -180,13 +181,12 @@ class AnnealSchedule:
 class AnnealStart:
     r"""Watch the annealed layers of a model, and then set their constants in closed form.
 
-    .. math:: \log \beta = \langle \log b_i \rangle, \quad c = \langle x_i \rangle
+    .. math:: \log \beta = \langle \log b_i \rangle
 
     with :math:`b_i = C v_i + C^2 \varepsilon / (C - 1)` for LayerNorm or
-    :math:`s_i + C \varepsilon` for RMSNorm (whose centre is 0). The means are over all tokens that
-    the layer sees until :meth:`finish_`, on all ranks. With one constant per channel, each channel
-    takes its mean over the tokens. K witnesses, whose gains are 1 at first, take their share K / C
-    of beta.
+    :math:`s_i + C \varepsilon` for RMSNorm. The mean is over all channels and all tokens that the
+    layer sees until :meth:`finish_`, on all ranks. K witnesses, whose gains are 1 at first, take
+    their share K / C of beta.
 
     Padding is left out if a module of the model is called with a two-dimensional mask under its
     usual name (``attention_mask``, ``src_key_padding_mask``, ...), by keyword, by position or in a
@@ -202,7 +202,7 @@ class AnnealStart:
         ModelError: it has none, or only the placeholders of DeepSpeed's ZeRO-3.
 
     Example:
-        >>> model = nn.Sequential(dynorm.layers.AnnealedDyISRU(64, center=True))
+        >>> model = nn.Sequential(dynorm.layers.AnnealedDyISRU(64))
         >>> with AnnealStart(model):
         ...     _ = model(3 + 2 * torch.randn(100, 64))
         >>> 3 * 64 < model[0].beta().item() < 5 * 64
@@ -212,12 +212,10 @@ class AnnealStart:
     def __init__(self, model: nn.Module) -> None:
         self._paths = {layer: path for path, layer in annealed_layers(model).items()}
         require_gathered(model)
-        # By layer the sums over its tokens: their number, log b_i and x_i, each one per channel.
+        # By layer how many b_i it has seen, and the sum of their logarithms.
         self._sums = {}
         for layer in self._paths:
-            self._sums[layer] = torch.zeros(
-                3, layer.channels, dtype=torch.float64, device=layer.t.device
-            )
+            self._sums[layer] = torch.zeros(2, dtype=torch.float64, device=layer.t.device)
         self._model = model
         self._masks: list[Tensor] = []
         # The module that was called with these masks.
@@ -270,13 +268,13 @@ class AnnealStart:
                 "an AnnealStart can be finished once, but this one is over: make another"
             )
         self.cancel_()
-        constants = {}
+        betas = {}
         for layer, sums in self._sums.items():
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.all_reduce(sums)
-            constants[layer] = _constants(layer, sums, self._paths[layer])
-        for layer, (beta, center) in constants.items():
-            layer.fill_constants_(beta, center)
+            betas[layer] = _beta(layer, sums, self._paths[layer])
+        for layer, beta in betas.items():
+            layer.fill_constants_(beta)
 
     def _enter(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
@@ -298,29 +296,22 @@ class AnnealStart:
             # It is 0 if all other channels are equal and eps is 0: any constant fits then.
             counts = (beta != 0).to(x)
             log_beta = beta.where(beta != 0, 1.0).log()
-            self._sums[layer] += torch.stack([counts.sum(0), log_beta.sum(0), (x * counts).sum(0)])
+            self._sums[layer] += torch.stack([counts.sum(), log_beta.sum()])
 
 
-def _constants(layer: AnnealedNorm, sums: Tensor, path: str) -> tuple[Tensor, Tensor]:
-    """Return beta and centre of a layer from the sums over its tokens."""
+def _beta(layer: AnnealedNorm, sums: Tensor, path: str) -> float:
+    """Return the beta of a layer from the sums over its tokens."""
+    count, log_beta = sums.tolist()
     problem = ""
-    if sums[0].min() == 0:
+    if count == 0:
         problem = "none: run a training step in it, or look for a layer that is not used"
-    elif not sums.isfinite().all():
+    elif not math.isfinite(log_beta):
         problem = "NaN or inf: look for an overflow"
     if problem:
         raise DataError(
             f"AnnealStart must see finite activations at every norm, but {path!r} saw {problem}"
         )
-    if not layer.per_channel:
-        sums = sums.sum(1, keepdim=True)
-    counts, log_betas, inputs = sums
-    beta = (log_betas / counts).exp()
-    beta = beta * (1 - len(layer.witness_channels) / layer.channels)
-    center = inputs / counts
-    if layer.kind == "rmsnorm":
-        center = torch.zeros_like(center)
-    return beta, center
+    return math.exp(log_beta / count) * (1 - len(layer.witness_channels) / layer.channels)
 
 
 def _named(

@@ -35,7 +35,7 @@ class Monitor:
     - ``saturated`` is the share of a layer's outputs beyond 95% of their bound, where gradients
       vanish;
     - ``size`` is the root mean square of its inputs, the scale of the stream;
-    - ``beta`` is its constant, the median over the channels;
+    - ``beta`` is its constant;
     - ``drift`` is ``beta`` divided by the first one seen.
 
     It also looks at the rates of the optimizers that step the model. Padding counts. Compile a
@@ -207,7 +207,7 @@ class Monitor:
         inputs = site_tokens(layer, x.detach(), [])[::step]
         outputs = site_tokens(layer, output.detach(), [])[::step]
         size = inputs.square().mean().sqrt()
-        beta = gathered(layer.beta()).median()
+        beta = gathered(layer.beta()).squeeze()
         saturated = _saturated_share(layer, outputs)
         self._calls[path].append(torch.stack([saturated, size, beta]))
 
