@@ -39,12 +39,10 @@ def test_every_report_prints_itself_as_text() -> None:
     assert sorted(raw) == ["NotTheModel", "Plain"]
 
 
-def test_a_distillation_prints_its_course_and_not_its_curve() -> None:
-    curve = [(step, -0.4) for step in range(100)]
-    report = DistillationReport(1200, 9e-4, 61.4, -0.431, -0.489, losses=curve)
+def test_a_distillation_prints_its_outcome() -> None:
+    report = DistillationReport(1200, 9e-4, 61.4, -0.431, -0.489)
     assert "1,200 steps of distillation in 61 s" in str(report)
     assert "loss -0.431 -> -0.489" in str(report)
-    assert len(str(report)) < 200
 
 
 def test_the_verdict_on_default_constants_asks_for_calibration() -> None:

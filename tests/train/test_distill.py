@@ -142,6 +142,16 @@ def test_frozen_weights_stay_as_they_are() -> None:
     assert not same(model[1], before[1])
 
 
+def test_bfloat16_is_not_used_where_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    model, twin = converted(), converted()
+    dynorm.distill_(model, batches(), teacher=original(), steps=2)
+    with pytest.warns(CalibrationWarning, match="bfloat16 instructions") as caught:
+        dynorm.distill_(twin, batches(), teacher=original(), steps=2, bf16=True)
+    assert caught[0].filename == __file__
+    assert same(model, twin)
+
+
 def test_the_rate_falls_to_0() -> None:
     factors = [rate_factor(step, 100) for step in range(101)]
     assert factors[0] > 0
