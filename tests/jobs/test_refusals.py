@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import TimeSeriesTransformerConfig, TimeSeriesTransformerModel
 
 from dynorm.errors import ArgumentError, DataError, DynormError, StorageError
-from dynorm.jobs.checkpoint import load_pretrained
+from dynorm.jobs.checkpoint import example_of, load_pretrained
 from dynorm.jobs.convert import convert_pretrained
-from dynorm.jobs.fold import example_of, fold_pretrained
+from dynorm.jobs.fold import fold_pretrained
 from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.recipe import Recipe
 from tests.jobs.conftest import TEXTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -246,6 +246,13 @@ def fold(
         bool,
         typer.Option("--untie", help="Separate the head from the embedding if they share weights."),
     ] = False,
+    format: Annotated[
+        Literal["flashnorm"] | None,
+        typer.Option(
+            help="flashnorm: fold only weights of RMSNorms, and mark the config as engines expect "
+            "it. The files are changed one at a time: the model need not fit into memory."
+        ),
+    ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -258,4 +265,6 @@ def fold(
 
     options = {"center": center, "add_bias": add_bias, "untie": untie}
     say = speaker(quiet=as_json)
-    show(fold_pretrained(model, out, options, overwrite=overwrite, say=say), as_json)
+    in_files = format is not None
+    report = fold_pretrained(model, out, options, in_files=in_files, overwrite=overwrite, say=say)
+    show(report, as_json)

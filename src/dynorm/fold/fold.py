@@ -13,7 +13,7 @@ from dynorm.fold.apply import applied
 from dynorm.fold.check import Check
 from dynorm.fold.plan import Options, planned
 from dynorm.fold.report import FoldReport
-from dynorm.fold.site import site_folds
+from dynorm.fold.site import SiteFold, site_folds
 from dynorm.fold.tensors import tensors_in
 from dynorm.fold.trace import Graph, separated_
 from dynorm.guard import require_plain_model, undisturbed
@@ -119,18 +119,7 @@ def folded(
 
     The first example is traced. The model must be foldable.
     """
-    example = examples[0]
-    # Refuses one in which tensors may hide.
-    tensors_in(example)
-    with undisturbed(model, example, attributes=True):
-        if sites is None:
-            args, kwargs = example
-            sites = find_norms(model, *args, **kwargs)
-        ties = separated_(model) if options.untie else []
-        folds = site_folds(sites, dict(model.named_modules()), paths)
-        # A norm that cannot be folded is traced as it is.
-        norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
-        graph = Graph(model, norms, example, ties)
+    graph, folds = traced(model, examples[0], sites, paths, untie=options.untie)
     plan = planned(graph, folds, options)
     checked: dict[str, Any] = {}
     if plan.changes_anything:
@@ -158,6 +147,28 @@ def folded(
         norms=[site for site in left if site is not None],
         **checked,
     )
+
+
+def traced(
+    model: nn.Module,
+    example: Inputs,
+    sites: Sequence[NormSite] | None,
+    paths: Collection[str] | None,
+    *,
+    untie: bool,
+) -> tuple[Graph, list[SiteFold]]:
+    """Return a model's graph, with the norms and layers in it; the model stays as it is."""
+    # Refuses an example in which tensors may hide.
+    tensors_in(example)
+    with undisturbed(model, example, attributes=True):
+        if sites is None:
+            args, kwargs = example
+            sites = find_norms(model, *args, **kwargs)
+        ties = separated_(model) if untie else []
+        folds = site_folds(sites, dict(model.named_modules()), paths)
+        # A norm that cannot be folded is traced as it is.
+        norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
+        return Graph(model, norms, example, ties), folds
 
 
 def require_foldable(model: nn.Module) -> None:

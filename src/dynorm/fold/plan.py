@@ -54,19 +54,26 @@ class Plan:
 def planned(graph: Graph, folds: Sequence[SiteFold], options: Options) -> Plan:
     """Decide where every part of every norm goes, or why it stays, and compute the new values."""
     plan = Plan(folds, graph.ties)
-    for index, fold in enumerate(folds):
-        if fold.refused is None and index not in graph.calls:
-            fold.refused = "never called while the model was traced"
-        if fold.chosen and options.affine:
-            fold.affine = _affine(plan, index, graph, options)
+    decide_affine(graph, folds, options)
+    for fold in folds:
+        if fold.is_absorbed:
+            _fold_affine(plan, fold, graph)
     if options.center:
         _fold_means(plan, graph)
     return plan
 
 
-def _affine(plan: Plan, index: int, graph: Graph, options: Options) -> Rewrite:
-    """Put a norm's weight and bias into everything that reads it, if all of that is linear."""
-    fold = plan.folds[index]
+def decide_affine(graph: Graph, folds: Sequence[SiteFold], options: Options) -> None:
+    """Decide which weights take over the weight and bias of each norm, or why they stay."""
+    for index, fold in enumerate(folds):
+        if fold.refused is None and index not in graph.calls:
+            fold.refused = "never called while the model was traced"
+        if fold.chosen and options.affine:
+            fold.affine = _affine(fold, index, graph, options)
+
+
+def _affine(fold: SiteFold, index: int, graph: Graph, options: Options) -> Rewrite:
+    """Find everything that reads a norm, if all of that is linear."""
     if fold.refused is not None:
         return Rewrite(REFUSED, reason=fold.refused)
     if fold.weight is None and fold.bias is None:
@@ -77,14 +84,19 @@ def _affine(plan: Plan, index: int, graph: Graph, options: Options) -> Rewrite:
         _require_free(fold, graph, graph.calls[index])
     except RefusedError as refusal:
         return Rewrite(REFUSED, reason=str(refusal))
+    # A weight that is read several times is scaled once.
+    fold.readers = {reader.weight.slot: reader for reader in readers}
+    return Rewrite(FOLDED, tuple(slot.name for slot in fold.readers))
+
+
+def _fold_affine(plan: Plan, fold: SiteFold, graph: Graph) -> None:
+    """Put a norm's weight and bias into its readers."""
     # A layer drops its own tensors, and other owners keep theirs.
     if not fold.is_pointwise:
         for part in fold.affine_parts.values():
             own = graph.slots[part.tensor]
             plan.values[own] = torch.full_like(double(own.tensor), part.neutral)
-    # A weight that is read several times is scaled once.
-    by_weight = {reader.weight.slot: reader for reader in readers}
-    for slot, reader in by_weight.items():
+    for slot, reader in fold.readers.items():
         old = double(slot.tensor)
         if fold.weight is not None:
             plan.values[slot] = reader.scaled(old, fold.weight)
@@ -95,7 +107,6 @@ def _affine(plan: Plan, index: int, graph: Graph, options: Options) -> Rewrite:
             else:
                 bias = reader.bias.slot
                 plan.values[bias] = plan.value(bias) + constant
-    return Rewrite(FOLDED, tuple(slot.name for slot in by_weight))
 
 
 def _require_readers(fold: SiteFold, readers: Sequence[Reader], add_bias: bool) -> None:

@@ -18,7 +18,8 @@ from dynorm.find.tokens import (
     plain_copy,
 )
 from dynorm.fold.check import WideCasts
-from dynorm.fold.graph import double
+from dynorm.fold.graph import Slot, double
+from dynorm.fold.operators import Reader
 from dynorm.fold.report import FOLDED, NOT_WANTED, FoldedSite, Rewrite
 from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
@@ -51,6 +52,7 @@ class SiteFold:
     is_plain_layernorm: bool = False
 
     affine: Rewrite = NOT_WANTED  # weight and bias, into the readers
+    readers: dict[Slot, Reader] = field(default_factory=dict)  # by their weights, if they take both
     center: Rewrite = NOT_WANTED  # the mean of a LayerNorm, out of its streams
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, StorageError, listed, readable, require_library
 from dynorm.jobs.pretrained import Pretrained
@@ -15,6 +15,9 @@ from dynorm.recipe import KINDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Tokens of an example; the graph of a model does not depend on their number.
+_LENGTH = 16
 
 
 def load_pretrained(source: str | Path, device: str = "cpu", dtype: str = "float32") -> Pretrained:
@@ -249,3 +252,26 @@ def _in_a_layer(model: PreTrainedModel, key: str) -> bool:
             return True
         module = getattr(module, name, None)
     return False
+
+
+def example_of(model: PreTrainedModel, kind: str | None) -> dict[str, Tensor]:
+    """Return random inputs of a transformers model that takes "texts" or "images"."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    config = model.config
+    if kind == "images":
+        size = getattr(config, "image_size", 224)
+        sides = size if isinstance(size, (list, tuple)) else (size, size)
+        shape = (1, config.num_channels, *sides)
+        pixels = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return {"pixel_values": pixels.to(model.dtype)}
+    if kind != "texts":
+        raise ArgumentError(
+            f"the model must take texts or images, but {type(model).__name__} takes "
+            f"{model.main_input_name}: call dynorm.fold_(model, *example) in Python"
+        )
+    text = config.get_text_config()
+    length = min(_LENGTH, getattr(text, "max_position_embeddings", None) or _LENGTH)
+    ids = torch.randint(text.vocab_size, (1, length), generator=generator, device="cpu")
+    if config.is_encoder_decoder:
+        return {"input_ids": ids, "decoder_input_ids": ids}
+    return {"input_ids": ids}

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,12 +72,14 @@ def write_out(
     report: Any,
     *,
     template: str,
+    save: Callable[[Path], None] | None = None,
     recipe: Recipe | None = None,
     **card: object,
 ) -> None:
     """Write a folder with a changed model and its report, as a whole or not at all.
 
-    It gets ``model`` with its card and ``report.json``; with a recipe also ``recipe.json`` and
+    It gets ``model`` with its card and ``report.json``; ``save`` writes the weights, by default
+    with ``save_pretrained``; with a recipe also ``recipe.json`` and
     ``report.html``. The ``template`` and the rest, ``card``, are arguments
     of :func:`write_card`.
     """
@@ -84,7 +87,7 @@ def write_out(
     with replaced_directory(
         out, overwrite=overwrite or out.is_dir(), keep_others=False, markers=(REPORT,)
     ) as new:
-        write_model(model, source, new / "model")
+        write_model(save or model.save_pretrained, source, new / "model")
         write_card(
             new / "model",
             template,
@@ -99,9 +102,9 @@ def write_out(
             report.to_html(new / PAGE)
 
 
-def write_model(model: PreTrainedModel, source: Path, folder: Path) -> None:
+def write_model(save: Callable[[Path], None], source: Path, folder: Path) -> None:
     """Write a model with the other files of its old folder, or the tokenizer of its GGUF file."""
-    model.save_pretrained(os.fspath(folder))
+    save(folder)
     if source.is_file():
         from transformers import AutoTokenizer
 
