@@ -1,11 +1,13 @@
 """Measure ``dynorm fold --format flashnorm`` on a Llama's shapes with random weights: time and peak memory.
 
 ``python -m benchmarks.flashnorm FOLDER --size 8b`` writes the checkpoint into FOLDER, folds it in a
-process of its own, and prints the figures. The files take twice the size of the model.
+process of its own, and adds a row to benchmarks/results/flashnorm.json. The files take twice the
+size of the model.
 """
 
 import argparse
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -15,6 +17,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
+
+from benchmarks.timing import machine
+
+RESULTS = Path(__file__).parent / "results" / "flashnorm.json"
 
 # Hidden size, inner size, layers, heads, heads of keys and values, vocabulary.
 SIZES = {
@@ -60,9 +66,10 @@ def shapes_of(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def write_checkpoint(config: LlamaConfig, folder: Path) -> None:
-    """Write random weights in files of at most 4 GiB."""
+    """Write random weights, a million numbers again and again, in files of at most 4 GiB."""
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
+    noise = torch.empty(2**20, dtype=torch.bfloat16).normal_(std=0.02)
     places: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
 
@@ -74,7 +81,8 @@ def write_checkpoint(config: LlamaConfig, folder: Path) -> None:
 
     for name, shape in shapes_of(config).items():
         held = sum(tensor.nbytes for tensor in tensors.values())
-        tensor = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
+        count = math.prod(shape)
+        tensor = noise.repeat(-(-count // len(noise)))[:count].view(shape).clone()
         if len(shape) == 1:
             tensor += 1
         if held and held + tensor.nbytes > SHARD:
@@ -85,20 +93,31 @@ def write_checkpoint(config: LlamaConfig, folder: Path) -> None:
 
 
 def main() -> None:
-    """Write a checkpoint, fold it, and print time and peak memory."""
+    """Write a checkpoint, fold it, and add time and peak memory to the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="a new folder for the checkpoint and its fold")
     parser.add_argument("--size", choices=SIZES, default="1b")
     options = parser.parse_args()
     source = options.folder / "source"
     write_checkpoint(config_of(options.size), source)
-    size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    command = [sys.executable, "-m", "dynorm", "fold", str(source), str(options.folder / "out")]
+    sizes = [file.stat().st_size for file in source.glob("*.safetensors")]
+    fold = [sys.executable, "-m", "dynorm", "fold", str(source), str(options.folder / "out")]
     begun = time.perf_counter()
-    subprocess.run([*command, "--format", "flashnorm"], check=True)
+    subprocess.run([*fold, "--format", "flashnorm"], check=True)
     seconds = time.perf_counter() - begun
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    print(f"{size / 2**30:.1f} GiB folded in {seconds:.0f} s, peak memory {peak / 2**30:.1f} GiB")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    row = {
+        "gib": round(sum(sizes) / 2**30, 1),
+        "largest_file_gib": round(max(sizes) / 2**30, 1),
+        "seconds": round(seconds),
+        "processor_seconds": round(used.ru_utime + used.ru_stime),
+        "peak_memory_gib": round(used.ru_maxrss / 2**20, 1),
+    }
+    rows = json.loads(RESULTS.read_text("utf-8"))["rows"] if RESULTS.exists() else {}
+    rows[options.size] = row
+    command = "python -m benchmarks.flashnorm FOLDER --size SIZE"
+    document = {"command": command, "machine": machine(), "rows": rows}
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

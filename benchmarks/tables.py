@@ -351,6 +351,16 @@ def fold_table() -> str:
     return lines_of(["models", "weights and biases", "means", "lines gone"], rows)
 
 
+def flashnorm_table() -> str:
+    """Return time and memory of a fold of a checkpoint's files, one row per size of model."""
+    rows = []
+    for size, row in load("flashnorm")["rows"].items():
+        files = f"{row['gib']} GiB, the largest {row['largest_file_gib']} GiB"
+        seconds = f"{row['processor_seconds']} s, {row['seconds']} s in all"
+        rows.append([f"{size.upper()}", files, seconds, f"{row['peak_memory_gib']} GiB"])
+    return lines_of(["a Llama's shapes", "files", "one processor core", "peak memory"], rows)
+
+
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"headline": headline_table},
     "docs/quality.md": {
@@ -359,7 +369,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "dinov2": quality_table("dinov2"),
         "retrieval": retrieval_table,
     },
-    "docs/fold.md": {"fold": fold_table},
+    "docs/fold.md": {"fold": fold_table, "flashnorm": flashnorm_table},
     "docs/run-elsewhere.md": {"deploy": deploy_table},
     "docs/speed.md": {
         "speed": speed_table,

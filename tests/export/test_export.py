@@ -46,7 +46,7 @@ print("dynorm" in sys.modules)
 
 
 class Layers(nn.Module):
-    """Layers of one input, so that one graph holds all of them."""
+    """Layers in one graph. Each has its own input, because a graph shares the nodes of equal ones."""
 
     def __init__(self, witnesses: tuple[int, ...] = (), dim: int = -1, kinds: Any = LAYERS) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Layers(nn.Module):
             layer.set_witnesses_(witnesses, GAINS[: len(witnesses)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([layer(x) for layer in self.layers])
+        return torch.stack([layer(x - 0.3 * k) for k, layer in enumerate(self.layers)])
 
 
 def tokens(*shape: int) -> Tensor:

@@ -21,6 +21,7 @@ from dynorm.jobs.fold import fold_pretrained
 IDS = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
 BOTH = {"flashnorm_folded": True, "flash_norm": True}
 LAST_KEPT = {"flashnorm_folded": False, "flash_norm": True}
+AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 NEITHER = {"flashnorm_folded": False, "flash_norm": False}
 
 
@@ -46,38 +47,31 @@ def saved(model: Any, folder: Path) -> Path:
 def folded(
     source: Path, out: Path, untie: bool = False, **options: Any
 ) -> dynorm.report.FoldReport:
-    return fold_pretrained(source, out, {"untie": untie}, in_files=True, **options)
+    return fold_pretrained(source, out, {"untie": untie}, format="flashnorm", **options)
 
 
 @pytest.mark.parametrize(
-    ("name", "tied", "untie", "keys", "left"),
+    ("name", "dtype", "tied", "untie", "keys", "left"),
     [
-        ("llama", False, False, BOTH, ()),
-        ("llama", True, False, LAST_KEPT, ("norm",)),
-        ("llama", True, True, BOTH, ()),
+        ("llama", torch.float32, False, False, BOTH, ()),
+        ("llama", torch.bfloat16, True, False, LAST_KEPT, ("norm",)),
+        ("llama", torch.bfloat16, True, True, BOTH, ()),
         # Norms of queries and keys are not on the stream.
-        ("qwen3", False, False, BOTH, ("q_norm", "k_norm")),
+        ("qwen3", torch.bfloat16, False, False, BOTH, ("q_norm", "k_norm")),
         # 1 + weight, and norms before a sum.
-        (
-            "gemma2",
-            True,
-            False,
-            NEITHER,
-            ("post_attention_layernorm", "post_feedforward_layernorm", "norm"),
-        ),
-        ("phi3", False, False, BOTH, ()),
+        ("gemma2", torch.float32, True, False, NEITHER, (*AFTER, "norm")),
+        ("phi3", torch.bfloat16, False, False, BOTH, ()),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_files_are_those_of_a_fold_in_memory(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
+    dtype: torch.dtype,
     tied: bool,
     untie: bool,
     keys: dict[str, bool],
     left: tuple[str, ...],
-    dtype: torch.dtype,
 ) -> None:  # fmt: skip
     model: Any = phi3() if name == "phi3" else build(name, tie_word_embeddings=tied)
     source = saved(model.to(dtype), tmp_path / "source")
@@ -153,6 +147,14 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) ->
     for file in source.glob("*.safetensors"):
         file.rename(file.with_suffix(".bin"))
     cases.append((source, StorageError, "safetensors, but has none.*gguf_file="))
+    quantized = saved(build("llama"), tmp_path / "quantized")
+    for file in quantized.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if name.endswith("q_proj.weight"):
+                tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        save_file(tensors, file, {"format": "pt"})
+    cases.append((quantized, DynormError, "plain numbers.*float8"))
     for place, error, words in cases:
         with pytest.raises(error, match=f"(?s){words}"):
             folded(place, tmp_path / "out")

@@ -11,6 +11,7 @@ import pytest
 from dynorm.errors import StorageError
 from dynorm.jobs.checkpoint import load_pretrained
 from dynorm.jobs.convert import convert_pretrained
+from dynorm.jobs.fold import fold_pretrained
 from dynorm.recipe import Recipe
 from dynorm.replace.converted import dynorm_layers
 
@@ -83,3 +84,15 @@ def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(8))
     with pytest.raises(StorageError, match=r"broken\.gguf"):
         load_pretrained(tmp_path / "broken.gguf")
+
+
+def test_a_fold_of_its_files_is_refused_and_one_in_memory_reads_it(
+    file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(StorageError, match=r"must be a folder with model.*gguf_file="):
+        fold_pretrained(file, out, {"untie": False}, format="flashnorm")
+    assert not out.exists()
+    report = fold_pretrained(file, out, {"center": False, "untie": True})
+    assert report.count("affine") == 2 * BLOCKS + 1
+    assert report.loads_with == "stock"

@@ -265,6 +265,5 @@ def fold(
 
     options = {"center": center, "add_bias": add_bias, "untie": untie}
     say = speaker(quiet=as_json)
-    in_files = format is not None
-    report = fold_pretrained(model, out, options, in_files=in_files, overwrite=overwrite, say=say)
+    report = fold_pretrained(model, out, options, format=format, overwrite=overwrite, say=say)
     show(report, as_json)

@@ -119,7 +119,7 @@ def folded(
 
     The first example is traced. The model must be foldable.
     """
-    graph, folds = traced(model, examples[0], sites, paths, untie=options.untie)
+    graph, folds = traced(model, examples[0], sites, paths, options)
     plan = planned(graph, folds, options)
     checked: dict[str, Any] = {}
     if plan.changes_anything:
@@ -154,8 +154,7 @@ def traced(
     example: Inputs,
     sites: Sequence[NormSite] | None,
     paths: Collection[str] | None,
-    *,
-    untie: bool,
+    options: Options,
 ) -> tuple[Graph, list[SiteFold]]:
     """Return a model's graph, with the norms and layers in it; the model stays as it is."""
     # Refuses an example in which tensors may hide.
@@ -164,7 +163,7 @@ def traced(
         if sites is None:
             args, kwargs = example
             sites = find_norms(model, *args, **kwargs)
-        ties = separated_(model) if untie else []
+        ties = separated_(model) if options.untie else []
         folds = site_folds(sites, dict(model.named_modules()), paths)
         # A norm that cannot be folded is traced as it is.
         norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}

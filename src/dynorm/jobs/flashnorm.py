@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dynorm.dtypes import HALVES
 from dynorm.errors import StorageError, readable, require_library
 from dynorm.files import write_text
 from dynorm.find import find_norms
@@ -23,6 +24,7 @@ from dynorm.fold.operators import Reader
 from dynorm.fold.plan import Options, decide_affine
 from dynorm.fold.report import FOLDED, NOTHING
 from dynorm.fold.site import SiteFold
+from dynorm.fold.trace import Graph
 from dynorm.jobs.checkpoint import Checkpoint, example_of
 
 if TYPE_CHECKING:
@@ -44,9 +46,19 @@ def fold_files(
     """
     files = WeightFiles(checkpoint.source)
     model = _sketch(files, checkpoint)
+    require_foldable(model)
     tokens = example_of(model, checkpoint.kind)
-    example = {name: ids[:, :_LENGTH] for name, ids in tokens.items()}
-    return model, _planned(files, model, example, untie), files.save
+    example: dict[str, Any] = {name: ids[:, :_LENGTH] for name, ids in tokens.items()}
+    sites = find_norms(model, **example)
+    chosen = [site.path for site in sites if site.kind == "rmsnorm" and site.bias_name is None]
+    options = Options(affine=True, untie=untie)
+    graph, folds = traced(model, ((), example), sites, chosen, options)
+    decide_affine(graph, folds, options)
+    untied = files.change_as(graph, folds)
+    # Layers that the class leaves out may have norms that an engine computes.
+    if files.file_of.keys() <= model.state_dict().keys():
+        files.config |= _marks(folds, model.config.get_text_config().hidden_size)
+    return model, FoldReport([fold.row() for fold in folds], untied=untied), files.save
 
 
 class WeightFiles:
@@ -69,6 +81,30 @@ class WeightFiles:
                 "save_pretrained"
             )
 
+    def change_as(self, graph: Graph, folds: Sequence[SiteFold]) -> list[str]:
+        """Plan the changes that a fold decides on, and return the names of the untied tensors."""
+        changed: dict[Slot, Change] = {}
+        for fold in folds:
+            if fold.is_absorbed and fold.weight is not None:
+                part = fold.affine_parts["weight"]
+                own = graph.slots[part.tensor]
+                changed[own] = partial(torch.full_like, fill_value=part.neutral)
+                for slot, reader in fold.readers.items():
+                    changed[slot] = partial(_scaled, reader, fold.weight)
+        first = {slot: tie[0] for tie in graph.ties for slot in tie}
+        if changed.keys().isdisjoint(first):
+            first = {}
+        else:
+            # A config says whether all weights are tied or none.
+            self.config["tie_word_embeddings"] = False
+        untied = [slot.name for slot in first if slot is not first[slot]]
+        # They may be stored twice.
+        self.changes |= {name: {} for name in untied}
+        for slot in changed | first:
+            source = first.get(slot, slot).name
+            self.changes.setdefault(source, {})[slot.name] = changed.get(slot, Tensor.clone)
+        return untied
+
     def save(self, target: Path) -> None:
         """Write the files with their changes; the memory is that of one file."""
         target.mkdir()
@@ -90,7 +126,7 @@ class WeightFiles:
 
 
 def _sketch(files: WeightFiles, checkpoint: Checkpoint) -> PreTrainedModel:
-    """Return a model with its true vectors, and matrices that repeat their first row in no memory."""
+    """Return a model with its true vectors, and matrices that repeat one row in no memory."""
     require_library("accelerate", "models larger than memory")
     from accelerate import init_empty_weights
 
@@ -108,44 +144,14 @@ def _sketch(files: WeightFiles, checkpoint: Checkpoint) -> PreTrainedModel:
             values = stored[:1] if parameter.ndim > 1 else stored[:]
         path, _, leaf = name.rpartition(".")
         # A copy, because all tensors of a file share one memory.
-        sketched = nn.Parameter(values.clone().expand(parameter.shape), requires_grad=False)
-        setattr(model.get_submodule(path), leaf, sketched)
+        values = values.clone()
+        # In half precision products with a repeated row take 30 times as long.
+        if values.dtype in HALVES:
+            values = values.float()
+        values = values.expand(parameter.shape)
+        setattr(model.get_submodule(path), leaf, nn.Parameter(values, requires_grad=False))
     model.tie_weights()
     return model.eval()
-
-
-def _planned(
-    files: WeightFiles, model: PreTrainedModel, example: dict[str, Any], untie: bool
-) -> FoldReport:
-    """Decide on the changes of the files by the graph of a model's sketch."""
-    require_foldable(model)
-    sites = find_norms(model, **example)
-    chosen = [site.path for site in sites if site.kind == "rmsnorm" and site.bias_name is None]
-    graph, folds = traced(model, ((), example), sites, chosen, untie=untie)
-    decide_affine(graph, folds, Options(affine=True, untie=untie))
-    changed: dict[Slot, Change] = {}
-    for fold in folds:
-        if fold.is_absorbed and fold.weight is not None:
-            part = fold.affine_parts["weight"]
-            changed[graph.slots[part.tensor]] = partial(torch.full_like, fill_value=part.neutral)
-            for slot, reader in fold.readers.items():
-                changed[slot] = partial(_scaled, reader, fold.weight)
-    first = {slot: tie[0] for tie in graph.ties for slot in tie}
-    if changed.keys().isdisjoint(first):
-        first = {}
-    else:
-        # A config says whether all weights are tied or none.
-        files.config["tie_word_embeddings"] = False
-    untied = [slot.name for slot in first if slot is not first[slot]]
-    # They may be stored twice.
-    files.changes |= {name: {} for name in untied}
-    for slot in changed | first:
-        source = first.get(slot, slot).name
-        files.changes.setdefault(source, {})[slot.name] = changed.get(slot, Tensor.clone)
-    # Layers that the class leaves out may have norms that an engine computes.
-    if files.file_of.keys() <= model.state_dict().keys():
-        files.config |= _marks(folds, model.config.get_text_config().hidden_size)
-    return FoldReport([fold.row() for fold in folds], untied=untied)
 
 
 def _scaled(reader: Reader, factor: Tensor, weight: Tensor) -> Tensor:

@@ -18,14 +18,14 @@ def fold_pretrained(
     out: str | Path,
     options: dict[str, Any],
     *,
-    in_files: bool = False,
+    format: str | None = None,
     overwrite: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> FoldReport:
     """Fold the transformers model in a folder, and save it with its report in another folder.
 
     The arguments are those of ``convert_pretrained``, the ``options`` those of
-    :func:`dynorm.fold_`. With ``in_files`` the weights of RMSNorms are folded as
+    :func:`dynorm.fold_`. With the ``format`` "flashnorm" the weights of RMSNorms are folded as
     :func:`dynorm.jobs.flashnorm.fold_files` does. After an error nothing is written.
     """
     import transformers
@@ -36,7 +36,7 @@ def fold_pretrained(
     checkpoint = Checkpoint(folder, dtype="auto")
     remarks: tuple[str, ...] = ()
     save = None
-    if in_files:
+    if format == "flashnorm":
         model, report, save = fold_files(checkpoint, untie=options["untie"])
     else:
         names = checkpoint.config.architectures or [""]
