@@ -357,7 +357,7 @@ def flashnorm_table() -> str:
     for size, row in load("flashnorm")["rows"].items():
         files = f"{row['gib']} GiB, the largest {row['largest_file_gib']} GiB"
         seconds = f"{row['processor_seconds']} s, {row['seconds']} s in all"
-        rows.append([f"{size.upper()}", files, seconds, f"{row['peak_memory_gib']} GiB"])
+        rows.append([size.upper(), files, seconds, f"{row['peak_memory_gib']} GiB"])
     return lines_of(["a Llama's shapes", "files", "one processor core", "peak memory"], rows)
 
 
