@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 # Inductor would compile and load a trial for each instruction set of this CPU, which takes longer
 # than most tests.
@@ -52,6 +53,15 @@ def headers() -> None:
 
         torch._inductor.config.cpp_cache_precompile_headers = False
         torch._inductor.config.aot_inductor.precompile_headers = False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
+    """Seed fixtures that several tests share: a test before them may have drawn any number of times."""
+    if fixturedef.scope != "function":
+        import torch
+
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,6 @@ def save(model: Any, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
     model = Dinov2Model(Dinov2Config(**SIZE, mlp_ratio=2))
     return save(model, tmp_path_factory.mktemp("models") / "tiny-dinov2")
 

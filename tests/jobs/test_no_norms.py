@@ -27,7 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarnin
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
         tie_word_embeddings=True,
