@@ -130,16 +130,17 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[Browser]:
+def started(page: Path) -> Iterator[Browser]:
     require_browser()
     with chromium() as browser:
+        browser.open(page)
+        browser.settle()
         yield browser
 
 
 @pytest.fixture
-def browser(started: Browser, page: Path) -> Browser:
-    started.open(page)
-    started.settle()
+def browser(started: Browser) -> Browser:
+    started.reset()
     return started
 
 
@@ -149,10 +150,15 @@ def leaves(addresses: list[str]) -> list[str]:
 
 
 class TestLoading:
-    def test_it_complains_of_nothing_and_asks_for_nothing(self, browser: Browser) -> None:
+    def test_it_complains_of_nothing_and_asks_for_nothing(
+        self, browser: Browser, page: Path
+    ) -> None:
+        browser.open(page)
+        state, picture = browser.state(), browser.pixels("main-plot")
         browser.set(channels=50, sigma=1, steps=3, t=0.5, view="sample")
         browser.find("#reset").click()
         browser.settle()
+        assert (browser.state(), browser.pixels("main-plot")) == (state, picture)
         assert browser.complaints() == []
         asked = browser.requests()
         assert [address for address in asked if address.startswith("file:")]
