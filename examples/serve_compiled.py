@@ -41,9 +41,11 @@ def random_texts(count: int, length: int) -> Batch:
 def check_compiled(model: nn.Module, example: Batch, texts: list[Batch]) -> None:
     """Compile the model once, and check that it serves every batch size and length."""
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
-    compiled(*example)
     largest = 0.0
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    # Numbers in the code of a model are constants. To take them for inputs first compiles it twice.
+    with torch._dynamo.config.patch(specialize_float=True):
+        compiled(*example)
+    with torch._dynamo.config.patch(specialize_float=True, error_on_recompile=True):
         for batch in texts:
             expected = model(*batch)
             actual = compiled(*batch)

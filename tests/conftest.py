@@ -21,6 +21,17 @@ from tests import fresh
 # it traces.
 logging.getLogger("torch.__trace").propagate = True
 
+# After the two longest, tests that use the same libraries, so that one process imports these for most
+# of them.
+FIRST = (
+    "test_triton.py",
+    "test_silence.py",
+    "test_peft.py",
+    "test_sentence_transformers.py",
+    "test_export.py",
+    "test_examples.py",
+)
+
 # The process that starts xdist's workers runs no test, and they wait for it: fixtures import torch.
 
 
@@ -30,7 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files whose tests take longest: at the end another core would wait for one of them."""
-    items.sort(key=lambda item: item.path.name not in ("test_triton.py", "test_silence.py"))
+
+    def place(item: pytest.Item) -> int:
+        name = item.path.name
+        return FIRST.index(name) if name in FIRST else len(FIRST)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -78,6 +78,8 @@ def layers_with(witnesses: tuple[int, ...], dim: int = -1) -> Layers:
     return Layers(witnesses, dim, [dynorm.DyISRU] if witnesses else LAYERS)
 
 
+# test_modules.py compiles with numbers for inputs, which takes twice as long.
+@torch._dynamo.config.patch(specialize_float=True)
 @pytest.mark.parametrize(("witnesses", "dim"), [((), -1), (WITNESSES, 1)])
 def test_compiled_once_for_every_shape(witnesses: tuple[int, ...], dim: int) -> None:
     model = layers_with(witnesses, dim)
