@@ -201,7 +201,8 @@ def _inputs(
             if other_batch is not None:
                 runs.append(PausedRun(model, other_batch, answer))
             while run.call is not None:
-                inputs.append(_summary(run.call.x))
+                # Means over the last axis: no copy of all of it.
+                inputs.append(upcast(run.call.x.detach()).mean(-1))
                 for each in runs:
                     if each.call is not None:
                         each.resume()
@@ -209,11 +210,6 @@ def _inputs(
             for started in runs:
                 started.close()
     return inputs
-
-
-def _summary(x: Tensor) -> Tensor:
-    """Return the means over an input's last axis, one number per row: no copy of all of it."""
-    return upcast(x.detach()).mean(-1) if x.ndim else upcast(x.detach())
 
 
 def _are_close(x: Tensor, y: Tensor) -> bool:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import torch
@@ -60,11 +59,6 @@ class Gram:
     products: Array  # (K + 1, K + 1): each column times each, the one of the constant last
     targets: Array  # (K + 1): each column times the target
     weight: float  # the sum of the tokens' weights, because the target is 1
-
-    @classmethod
-    def of(cls, sums: Array) -> Self:
-        """Name the parts of the sums of all products, (K + 2, K + 2), with the target last."""
-        return cls(sums[:-1, :-1], sums[:-1, -1], float(sums[-1, -1]))
 
     @property
     def count(self) -> int:
@@ -150,7 +144,9 @@ class TokenScales:
         if self._sums is None:
             # No token had a spread.
             return Witnesses((), (), 0.0, (0.0,))
-        gram = Gram.of(self._sums.cpu().numpy())
+        # The sums of all products, (K + 2, K + 2), the target last.
+        sums = self._sums.cpu().numpy()
+        gram = Gram(sums[:-1, :-1], sums[:-1, -1], float(sums[-1, -1]))
         _, error_of_constant = gram.solve([])
         errors = [error_of_constant]
         picked: list[int] = []

@@ -122,7 +122,7 @@ def folded(
     graph, folds = traced(model, examples[0], sites, paths, options)
     plan = planned(graph, folds, options)
     checked: dict[str, Any] = {}
-    if plan.changes_anything:
+    if plan.values or plan.added:
         before = Check(model, examples, tolerance)
         try:
             with applied(model, plan):

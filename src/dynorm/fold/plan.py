@@ -41,11 +41,6 @@ class Plan:
     # The biases to add, by the weight of their layer.
     added: dict[Slot, Tensor] = field(default_factory=dict)
 
-    @property
-    def changes_anything(self) -> bool:
-        """Return whether there is anything to fold."""
-        return bool(self.values or self.added)
-
     def value(self, slot: Slot) -> Tensor:
         """Return the value of a parameter so far."""
         return self.values[slot] if slot in self.values else double(slot.tensor)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dynorm.dtypes import HALVES
-from dynorm.errors import StorageError, readable, require_library
+from dynorm.errors import StorageError, readable
 from dynorm.files import write_text
 from dynorm.find import find_norms
 from dynorm.fold import FoldReport
@@ -48,9 +48,12 @@ def fold_files(
     model = _sketch(files, checkpoint)
     require_foldable(model)
     tokens = example_of(model, checkpoint.kind)
-    example: dict[str, Any] = {name: ids[:, :_LENGTH] for name, ids in tokens.items()}
+    example = {name: ids[:, :_LENGTH] for name, ids in tokens.items()}
     sites = find_norms(model, **example)
-    chosen = [site.path for site in sites if site.kind == "rmsnorm" and site.bias_name is None]
+    chosen = []
+    for site in sites:
+        if site.kind == "rmsnorm" and site.bias_name is None:
+            chosen.append(site.path)
     options = Options(affine=True, untie=untie)
     graph, folds = traced(model, ((), example), sites, chosen, options)
     decide_affine(graph, folds, options)
@@ -102,7 +105,8 @@ class WeightFiles:
         self.changes |= {name: {} for name in untied}
         for slot in changed | first:
             source = first.get(slot, slot).name
-            self.changes.setdefault(source, {})[slot.name] = changed.get(slot, Tensor.clone)
+            change = changed.get(slot, Tensor.clone)
+            self.changes.setdefault(source, {})[slot.name] = change
         return untied
 
     def save(self, target: Path) -> None:
@@ -114,7 +118,8 @@ class WeightFiles:
             with safe_open(path, "pt") as file:
                 names: list[str] = file.keys()
                 for name in names:
-                    for new, change in self.changes.get(name, {name: torch.detach}).items():
+                    changes = self.changes.get(name, {name: torch.detach})
+                    for new, change in changes.items():
                         tensors[new] = change(file.get_tensor(name))
             save_file(tensors, target / path.name, {"format": "pt"})
             written |= dict.fromkeys(tensors, path.name)
@@ -127,7 +132,6 @@ class WeightFiles:
 
 def _sketch(files: WeightFiles, checkpoint: Checkpoint) -> PreTrainedModel:
     """Return a model with its true vectors, and matrices that repeat one row in no memory."""
-    require_library("accelerate", "models larger than memory")
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):

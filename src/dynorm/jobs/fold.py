@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from dynorm.errors import ModelError
 from dynorm.fold import FoldReport, fold_
 from dynorm.jobs.checkpoint import Checkpoint, example_of, model_name
 from dynorm.jobs.flashnorm import fold_files
+from dynorm.jobs.stages import Say, silent
 from dynorm.jobs.write import require_output, write_out
 
 
@@ -20,7 +20,7 @@ def fold_pretrained(
     *,
     format: str | None = None,
     overwrite: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = silent,
 ) -> FoldReport:
     """Fold the transformers model in a folder, and save it with its report in another folder.
 

@@ -294,9 +294,9 @@ class AnnealStart:
             x = site_tokens(layer, args[0].detach(), self._masks).double()
             beta = own_betas(x, layer.kind, layer.norm_eps)
             # It is 0 if all other channels are equal and eps is 0: any constant fits then.
-            counts = (beta != 0).to(x)
-            log_beta = beta.where(beta != 0, 1.0).log()
-            self._sums[layer] += torch.stack([counts.sum(), log_beta.sum()])
+            is_known = beta != 0
+            logarithms = beta.where(is_known, 1.0).log()
+            self._sums[layer] += torch.stack([is_known.sum(), logarithms.sum()])
 
 
 def _beta(layer: AnnealedNorm, sums: Tensor, path: str) -> float:
