@@ -33,6 +33,7 @@ from dynorm.kernels._form import (
     Numbers,
     UnfitError,
 )
+from dynorm.kernels._traced import definition
 
 ENABLED = os.environ.get("DYNORM_KERNELS", "1") != "0"
 _log = logging.getLogger("dynorm")
@@ -226,7 +227,7 @@ class _Pointwise(torch.autograd.Function):
         is_watched = not ctx.by_op and traced(tensors[0], *incoming)
         # A second derivative is that of the definition.
         if torch.is_grad_enabled() or is_watched:
-            gradients = _plain_gradients
+            gradients = plain_gradients
         in_order = iter(gradients(grad, grad_sum, *tensors, *ctx.form, needed))
         of_x, *of_others = [next(in_order) if need else None for need in needed]
         of_residual = of_x if need_residual else None
@@ -299,18 +300,18 @@ def _gradients(*arguments: Any) -> list[Tensor]:
     form, needed = arguments[9:12], arguments[12]
     kernels = _kernels_of(x.device.type)
     if kernels is None:
-        return _plain_gradients(*arguments)
+        return plain_gradients(*arguments)
     grad = _laid_like(x, grad)
     if grad_sum is not None:
         grad_sum = _laid_like(x, grad_sum)
     try:
         found = kernels.gradients(form, grad, x, parameters, token_constant, needed, grad_sum)
     except UnfitError:
-        return _plain_gradients(*arguments)
+        return plain_gradients(*arguments)
     return [gradient for gradient in found if gradient is not None]
 
 
-def _plain_gradients(*arguments: Any) -> list[Tensor]:
+def plain_gradients(*arguments: Any) -> list[Tensor]:
     """Return the same by the definition, which can be differentiated again."""
     grad, grad_sum, *tensors = arguments[:9]
     form, needed = Form(*arguments[9:12]), arguments[12]
@@ -325,7 +326,10 @@ def _plain_gradients(*arguments: Any) -> list[Tensor]:
                 if not tensor.requires_grad:
                     tensors[place].requires_grad_()
                 inputs.append(tensors[place])
-        y = form.definition(tensors[0], tensors[1:6], tensors[6])
+        if tensors[6] is None:
+            y = definition(*tensors[:6], *form)
+        else:
+            y = form.definition(tensors[0], tensors[1:6], tensors[6])
         found = torch.autograd.grad(y, inputs, grad, create_graph=again, materialize_grads=True)
     gradients = list(found)
     if grad_sum is not None and needed[0]:

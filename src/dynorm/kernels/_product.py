@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from dynorm.kernels import _triton
 from dynorm.kernels._form import FORM, NAMESPACE, TENSORS, Form
-from dynorm.kernels._op import wants_gradient
+from dynorm.kernels._op import plain_gradients, wants_gradient
 from dynorm.kernels._traced import definition
 
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -48,22 +48,14 @@ class _Product(torch.autograd.Function):
         need_x, need_weight, _, need_bias, need_factor, need_residual, _, *need_layer = (
             ctx.needs_input_grad
         )
-        tensors = [total, *parameters]
-        inputs = []
-        for place, need in enumerate([True, *need_layer[:5]]):
-            if need:
-                tensors[place] = tensors[place].detach().requires_grad_()
-                inputs.append(tensors[place])
-        # The definition's gradients, which Inductor computes in one pass.
-        with torch.enable_grad():
-            y = definition(*tensors, *ctx.form)
         if grad is None:
             grad = torch.zeros_like(total)
-        found = iter(torch.autograd.grad(y, inputs, grad))
+        # Of the total, of the parameters, and of numbers of tokens, which there are none of.
+        needed = [True, *need_layer[:5], False]
+        # Inductor takes them apart, and computes them in one pass.
+        found = iter(plain_gradients(grad, grad_total, total, *parameters, None, *ctx.form, needed))
         of_total = next(found)
         of_layer = [next(found) if need else None for need in need_layer[:5]]
-        if grad_total is not None:
-            of_total = of_total + grad_total
 
         rows = of_total.reshape(-1, total.shape[-1])
         inputs = x.reshape(-1, x.shape[-1])
