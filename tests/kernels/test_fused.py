@@ -236,12 +236,19 @@ def test_autocast_is_left() -> None:
     assert recorder.products == []
 
 
+@pytest.mark.parametrize("enabled", [True, False], ids=["kernels", "definition"])
 @pytest.mark.parametrize("frozen", ["linear", "layer"])
 @pytest.mark.parametrize(
     "between",
     [lambda y, x: y, lambda y, x: y + x, lambda y, x: x + 2 * torch.ones(16, dtype=y.dtype) * y],
 )
-def test_gradients_of_a_block(between: Callable[[Tensor, Tensor], Any], frozen: str) -> None:
+def test_gradients_of_a_block(
+    between: Callable[[Tensor, Tensor], Any],
+    frozen: str,
+    enabled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_op, "ENABLED", enabled)
     block = Block(between).double()
     block.get_submodule(frozen).requires_grad_(False)
     x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)

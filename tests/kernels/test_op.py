@@ -355,6 +355,33 @@ def test_compiled_training_gives_the_same_gradients_at_every_size(
 
 
 @needs_kernels
+@pytest.mark.parametrize("rows", [3, 33])
+def test_compiled_training_on_a_gpu_takes_the_gradients_of_large_inputs_from_the_kernels(
+    rows: int, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The kernels of this processor stand in for those of a GPU.
+    monkeypatch.setattr(_op, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(_op, "_LARGE", 33 * 8)
+    torch._dynamo.reset()
+    layer, x, residual = build(DyISRU, 8), torch.randn(rows, 8), torch.randn(rows, 8)
+
+    def both(leaf: Tensor) -> Tensor:
+        y, total = layer(leaf, residual=residual)
+        return y + total.square()
+
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    results = []
+    for call in (compiled, both):
+        leaf = x.clone().requires_grad_()
+        loss = call(leaf).square().sum()
+        results.append([loss.detach(), *torch.autograd.grad(loss, [leaf, *layer.parameters()])])
+        if call is compiled:
+            assert calls == ["gradients"] * (rows == 33)
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
 def test_layers_compiled_one_by_one_share_their_code() -> None:
     from torch._dynamo.testing import CompileCounter
 

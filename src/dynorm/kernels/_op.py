@@ -3,9 +3,9 @@
 ``y = weight * scale * f(x + residual - center) + bias``, with f by its :class:`FunctionCode`. The
 layers call :func:`pointwise`. In eager mode that goes straight to the kernel, because a trip through
 torch's dispatcher takes longer than the arithmetic of a small input. Training on a CPU under
-torch.compile calls the op. Everything else that is compiled or watches operations sees the layer's
-definition, which Inductor fuses. Second derivatives are always those of the definition in
-``dynorm.functional``.
+torch.compile calls the op; on a GPU it calls only the op of the gradients, and only if x is large.
+Everything else that is compiled or watches operations sees the layer's definition, which Inductor
+fuses. Second derivatives are always those of the definition in ``dynorm.functional``.
 """
 
 import logging
@@ -36,6 +36,9 @@ from dynorm.kernels._form import (
 from dynorm.kernels._traced import definition
 
 ENABLED = os.environ.get("DYNORM_KERNELS", "1") != "0"
+# From so many elements on a GPU spends more time on the definition's gradients than a processor does
+# on calling the kernels from Python.
+_LARGE = 1 << 23
 _log = logging.getLogger("dynorm")
 
 # T, one number per token, makes the constant ``constant + T`` for DyISRU, and ``constant / sqrt(1 +
@@ -50,7 +53,7 @@ _library.define(
     "-> Tensor[]"
 )
 _op = getattr(torch.ops, NAMESPACE).pointwise.default
-_op_backward = getattr(torch.ops, NAMESPACE).pointwise_backward.default
+backward_op = getattr(torch.ops, NAMESPACE).pointwise_backward.default
 
 
 def backend(device: torch.device | str = "cpu") -> str:
@@ -122,9 +125,9 @@ def pointwise(
 def may_serve(x: Tensor, *others: Tensor | None) -> bool:
     """Return whether a kernel may serve these tensors, unless it refuses their layout.
 
-    Otherwise the definition serves: where something watches, in compiled inference and on a GPU in
-    compiled training, for a subclass of Tensor, for integers, so that it raises the error, and where
-    there are no kernels.
+    Otherwise the definition serves: where something watches, in compiled inference, in compiled
+    training on a GPU unless x is large, for a subclass of Tensor, for integers, so that it raises the
+    error, and where there are no kernels.
     """
     if not (ENABLED and x.is_floating_point() and _has_kernels(x.device.type)):
         return False
@@ -133,9 +136,25 @@ def may_serve(x: Tensor, *others: Tensor | None) -> bool:
             return False
     if not torch.compiler.is_compiling():
         return _is_plain(x)
-    # On a GPU Inductor computes the gradient and the sums in one pass, and no Python runs between.
-    is_trained = x.device.type == "cpu" and torch.is_grad_enabled() and wants_gradient(x, *others)
-    return is_trained and type(x) in PLAIN_TYPES and not is_exporting()
+    is_trained = torch.is_grad_enabled() and wants_gradient(x, *others)
+    return is_trained and type(x) in PLAIN_TYPES and not is_exporting() and trains_by_op(x)
+
+
+def trains_by_op(x: Tensor) -> bool:
+    """Return whether compiled training takes the gradients by x from the kernels."""
+    if not (ENABLED and _has_kernels(x.device.type)):
+        return False
+    if not is_on_gpu(x):
+        return True
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    is_large: bool = guard_or_false(x.numel() >= _LARGE)
+    return is_large
+
+
+def is_on_gpu(x: Tensor) -> bool:
+    """Return whether calling a kernel from Python takes the host longer than what it computes."""
+    return x.device.type != "cpu"
 
 
 def traced(*tensors: Tensor) -> bool:
@@ -202,11 +221,14 @@ class _Pointwise(torch.autograd.Function):
         x, residual, *others = arguments[:8]
         ctx.by_op = by_op
         ctx.form = arguments[8:]
-        if by_op:
+        if not by_op:
+            results = _values(*arguments)
+        elif is_on_gpu(x):
+            # Inductor fuses it with the sum before it.
+            results = _defined(*arguments)
+        else:
             with torch._C._AutoDispatchBelowAutograd():
                 results = _op(*arguments)
-        else:
-            results = _values(*arguments)
         ctx.save_for_backward(x if residual is None else results[1], *others)
         ctx.set_materialize_grads(False)
         _, need_x, need_residual, *_ = ctx.needs_input_grad
@@ -222,7 +244,7 @@ class _Pointwise(torch.autograd.Function):
         needed = [need_x or need_residual, *need_others]
         if grad is None:
             grad = torch.zeros_like(tensors[0])
-        gradients = _op_backward if ctx.by_op else _gradients
+        gradients = backward_op if ctx.by_op else _gradients
         incoming = [grad] if grad_sum is None else [grad, grad_sum]
         is_watched = not ctx.by_op and traced(tensors[0], *incoming)
         # A second derivative is that of the definition.
@@ -283,8 +305,13 @@ def _values(*arguments: Any) -> list[Tensor]:
     x, residual, *parameters, token_constant = arguments[:8]
     form = Form(*arguments[8:])
     results = _by_kernel(form, x, residual, parameters, token_constant)
-    if results is not None:
-        return results
+    return _defined(*arguments) if results is None else results
+
+
+def _defined(*arguments: Any) -> list[Tensor]:
+    """Return the results of the op by the definition."""
+    x, residual, *parameters, token_constant = arguments[:8]
+    form = Form(*arguments[8:])
     total = x if residual is None else x + residual
     defined = form.definition(total, parameters, token_constant)
     y = torch.empty_like(total).copy_(defined)

@@ -1,7 +1,7 @@
 """The op ``dynorm::product``: a matrix product with its residual and a layer in one kernel, with its gradients.
 
-Forward is one kernel on a GPU, else a product, a sum and the layer. Backward is that of the layer's
-definition, then that of the product.
+Forward is one kernel on a GPU, else a product, a sum and the layer. Backward is that of the layer,
+then that of the product.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from dynorm.kernels import _triton
 from dynorm.kernels._form import FORM, NAMESPACE, TENSORS, Form
-from dynorm.kernels._op import plain_gradients, wants_gradient
+from dynorm.kernels._op import backward_op, plain_gradients, trains_by_op, wants_gradient
 from dynorm.kernels._traced import definition
 
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -52,8 +52,8 @@ class _Product(torch.autograd.Function):
             grad = torch.zeros_like(total)
         # Of the total, of the parameters, and of numbers of tokens, which there are none of.
         needed = [True, *need_layer[:5], False]
-        # Inductor takes them apart, and computes them in one pass.
-        found = iter(plain_gradients(grad, grad_total, total, *parameters, None, *ctx.form, needed))
+        gradients = backward_op if trains_by_op(total) else plain_gradients
+        found = iter(gradients(grad, grad_total, total, *parameters, None, *ctx.form, needed))
         of_total = next(found)
         of_layer = [next(found) if need else None for need in need_layer[:5]]
 
