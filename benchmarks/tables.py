@@ -201,13 +201,73 @@ def gpu_table() -> str:
     return lines_of(heads, rows)
 
 
+def models_gpu_table() -> str:
+    """Return the milliseconds of whole models on a GPU, over those of the compiled norm, and the machine."""
+    contenders = {
+        "norm compiled": "its norm, compiled",
+        "dyisru fused": "DyISRU, fused",
+        "dyisru compiled": "DyISRU, compiled",
+        "identity compiled": "nothing, compiled",
+        "norm": "its norm, eager",
+        "dyisru": "DyISRU, eager",
+    }
+    document = load("gpu")
+    times: dict[str, dict[str, float]] = {}
+    for row in document["models"]:
+        title = f"{row['model']}: {row['pass']}"
+        times.setdefault(title, {})[row["contender"]] = row["graph"]
+    rows = []
+    for title, found in times.items():
+        norm = found["norm compiled"]
+        cells = [title, f"{norm:.2f}"]
+        for name in list(contenders)[1:]:
+            cells.append(f"{found[name]:.2f} ({found[name] / norm:.2f})")
+        rows.append(cells)
+    lines = lines_of(["milliseconds", *contenders.values()], rows)
+    return f"{lines}\n\n{described_gpu(document)}"
+
+
+def family_table() -> str:
+    """Return the microseconds of layers and norms on a GPU, and over the time to move the data."""
+    size = load("gpu")["family"][0]
+    copy = size["forward"]["copy"]["median"]
+    names = {
+        "dyisru layer": "DyISRU",
+        "dyisru compiled": "DyISRU, compiled",
+        "dyt layer": "DyT",
+        "derf layer": "Derf",
+        "dyisru layer, few witnesses": "DyISRU with 4 witnesses",
+        "dyt liger": "DyT of Liger",
+        "rms_norm": "RMSNorm of torch",
+        "rms_norm compiled": "RMSNorm, compiled",
+        "rms_norm liger": "RMSNorm of Liger",
+        "rms_norm quack": "RMSNorm of quack",
+        "layer_norm": "LayerNorm of torch",
+        "layer_norm compiled": "LayerNorm, compiled",
+    }
+    rows = []
+    for name, title in names.items():
+        cells = [title]
+        # A copy moves two tensors; forward and backward move five.
+        for which, limit in (("forward", copy), ("both", 2.5 * copy)):
+            time = size[which][name]["median"]
+            cells.append(f"{1e3 * time:.0f} ({time / limit:.2f})")
+        rows.append(cells)
+    return lines_of(["microseconds", "forward", "forward and backward"], rows)
+
+
 def product_table() -> str:
     """Return the times of products of many rows, and the machine."""
     document = load("tiles")
+    rows = [row for row in tile_rows("product") if row["size"][0] > FEW_ROWS]
+    return f"{product_lines(rows)}\n\n{described_gpu(document)}"
+
+
+def described_gpu(document: Any) -> str:
+    """Return the machine of a benchmark, and what must be known of the run."""
     device = document["device"]
     note = f"{device['name']}, torch {device['torch']}, triton {device['triton']}, bfloat16."
-    rows = [row for row in tile_rows("product") if row["size"][0] > FEW_ROWS]
-    return f"{product_lines(rows)}\n\n{note} {document.get('note', '')}".rstrip()
+    return f"{note} {document.get('note', '')}".rstrip()
 
 
 def few_rows_table() -> str:
@@ -375,6 +435,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "speed": speed_table,
         "speed-models": speed_models_table,
         "gpu": gpu_table,
+        "models-gpu": models_gpu_table,
+        "family-gpu": family_table,
         "product": product_table,
         "few-rows": few_rows_table,
         "host": host_table,
