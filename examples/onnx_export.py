@@ -2,6 +2,7 @@
 
 import tempfile
 import warnings
+from typing import Any
 
 import onnx
 import onnxruntime
@@ -25,9 +26,12 @@ class LastHiddenState(nn.Module):
         return output.last_hidden_state
 
 
-def export(model: nn.Module, example: tuple[Tensor, Tensor]) -> onnx.ModelProto:
-    """Return the model as ONNX, for every batch size and length."""
-    dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+def export(
+    model: nn.Module,
+    example: tuple[Tensor, Tensor],
+    dynamic: dict[int, Any] | None = None,
+) -> onnx.ModelProto:
+    """Return the model as ONNX, for every size of the dynamic dimensions and the example's of others."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path = f"{folder}/model.onnx"
@@ -36,7 +40,7 @@ def export(model: nn.Module, example: tuple[Tensor, Tensor]) -> onnx.ModelProto:
             example,
             path,
             input_names=["input_ids", "attention_mask"],
-            dynamic_shapes=(dynamic, dynamic),
+            dynamic_shapes=(dynamic, dynamic) if dynamic else None,
             dynamo=True,
             external_data=False,
             verbose=False,
@@ -98,7 +102,9 @@ def main() -> None:
     sites = dynorm.find_norms(model, *example)
     dynorm.convert_(model, sites, witnesses=0)
     dynorm.calibrate_(model, [example])
-    proto = export(model, example)
+    # Every batch size and length.
+    dynamic = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    proto = export(model, example, dynamic)
     after = norms_and_reductions(proto)
     print(f"norms and reductions: {before or 'none'} before, {after or 'none'} after")
     error = largest_error(model, proto)
