@@ -67,8 +67,8 @@ def whisper() -> tuple[nn.Module, dict[str, Tensor]]:
     config = transformers.WhisperConfig(
         vocab_size=50,
         d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
+        encoder_layers=1,
+        decoder_layers=1,
         encoder_attention_heads=2,
         decoder_attention_heads=2,
         encoder_ffn_dim=48,
@@ -97,6 +97,8 @@ class Recorder:
         module.graph.lint()
         module.recompile()
         self.products += module.graph.find_nodes(op="call_function", target=OP)
+        if not torch.is_grad_enabled():
+            return module.forward
         runs: Callable[..., Any] = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph))
         return runs(module, example)
 
@@ -148,7 +150,7 @@ def compare_gradients(model: nn.Module, *args: Tensor, **inputs: Tensor) -> Reco
         (bert, 4, 0),
         (vit, 4, 3),
         (dinov2, 4, 3),
-        (whisper, 10, 8),
+        (whisper, 5, 3),
     ],
 )
 def test_products_of_a_model_are_found(
