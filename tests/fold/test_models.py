@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import fold_models
 from benchmarks.fold import RESULTS, double
-from benchmarks.fold_models import LAYERS, NAMES, build, inputs, linear_
+from benchmarks.fold_models import LAYERS, NAMES, build, linear_
 from dynorm.errors import ModelError
 from dynorm.fold import fold_
 from dynorm.fold.check import WideCasts
@@ -101,6 +102,14 @@ def marked(names: Iterable[str]) -> list[Any]:
     return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+def inputs(name: str, model: nn.Module, seed: int = 1) -> dict[str, Tensor]:
+    given = fold_models.inputs(name, model, seed)
+    if name == "mamba":
+        # Its graph has a part for each token.
+        given["input_ids"] = given["input_ids"][:, :5]
+    return given
+
+
 def outputs(model: nn.Module, given: dict[str, Tensor]) -> list[Tensor]:
     with torch.no_grad(), WideCasts():
         return [tensor for tensor in tensors_in(model(**given)) if tensor.is_floating_point()]
@@ -109,7 +118,7 @@ def outputs(model: nn.Module, given: dict[str, Tensor]) -> list[Tensor]:
 def shorter(given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Texts of another length than those that the graph was traced with."""
     return {
-        name: value[:, :7] if value.dtype == torch.long else value for name, value in given.items()
+        name: value[:, :-3] if value.dtype == torch.long else value for name, value in given.items()
     }
 
 
@@ -167,8 +176,8 @@ def test_by_default_ties_and_missing_biases_stay_and_texts_are_the_same() -> Non
                 one.generate(  # type: ignore[operator]
                     prompt,
                     attention_mask=torch.ones_like(prompt),
-                    min_new_tokens=32,
-                    max_new_tokens=32,
+                    min_new_tokens=12,
+                    max_new_tokens=12,
                     do_sample=False,
                 )
             )
