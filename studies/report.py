@@ -42,6 +42,8 @@ COLOURS = {
     "dyt_published": "#e7a15f",
     "derf": "#2ca02c",
     "linear": "#c2185b",
+    "tapernorm": "#8c564b",
+    "bhyt": "#bcbd22",
 }
 
 

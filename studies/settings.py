@@ -13,7 +13,7 @@ class Arm:
 
     Args:
         title: its name in tables and pictures.
-        norm: the norm that it trains with, if it has one.
+        norm: the norm that it trains with, if it has one, or a norm of ``studies.contenders``.
         layer: the layer's name for ``dynorm.convert_``, or None to train with the norm throughout.
         published: whether the constants are those of the papers (slope 0.5, scale 1, and a learned
             factor sqrt(C) after the embedding), not measured on the first batch.
@@ -46,11 +46,15 @@ ARMS = {
     ),
     "dyt_published": Arm("DyT as published", layer="dyt", published=True),
     "dyisru_annealed": Arm("norm, then DyISRU (annealed)", layer="annealed"),
+    "tapernorm": Arm("TaperNorm, last norm kept", norm="tapernorm"),
+    "bhyt": Arm("BHyT, last norm kept", norm="bhyt"),
 }
 """The arms by the name that the command line and the results have."""
 
 # The annealing begins after 60 % of the steps and takes 30 % of them.
 ANNEALING = (0.6, 0.3)
+# TaperNorm's gate falls from 5 % of the steps to 40 %, as published, but not during the warm-up.
+TAPER = (0.05, 0.35)
 WARMUP = 100
 
 
@@ -114,6 +118,8 @@ class Settings:
             value = getattr(self, name)
             if value not in names:
                 raise ArgumentError(f"{name} must be one of {', '.join(names)}, got {value!r}")
+        if self.arm == "bhyt" and self.model != "gpt2":
+            raise ArgumentError(f"model must be gpt2 for the arm bhyt, got {self.model!r}")
         # A negated comparison also refuses NaN.
         if not 0 < self.lr < float("inf"):
             raise ArgumentError(f"lr must be positive and finite, got {self.lr!r}")

@@ -23,6 +23,7 @@ from transformers import (
 import dynorm
 from dynorm.layers.groups import LOG_RATE
 from dynorm.train.callbacks import AnnealCallback
+from studies.contenders import CALLBACKS, replace_norms_
 from studies.data import Data, first_batch, load
 from studies.settings import ANNEALING, ARMS, SIZES, WARMUP, Settings, Size
 
@@ -79,6 +80,9 @@ def build(settings: Settings, data: Data) -> nn.Module:
     batch = first_batch(data, size.batch)
     # Two items show the norms as well as all.
     sites = dynorm.find_norms(model, batch[:2])
+    if arm.norm in CALLBACKS:
+        replace_norms_(model, sites, arm.norm)
+        return model
     if arm.layer is None:
         _replace_norms_(model, sites, arm.norm)
         return model
@@ -111,6 +115,8 @@ class StudyTrainer(Trainer):
         )
         if arm.annealed:
             self.add_callback(AnnealCallback(*ANNEALING))
+        if arm.norm in CALLBACKS:
+            self.add_callback(CALLBACKS[arm.norm]())
         self.add_callback(StopWhenDiverged())
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -183,7 +189,7 @@ def _arguments(settings: Settings, folder: Path) -> TrainingArguments:
         logging_steps=25,
         logging_nan_inf_filter=False,
         eval_strategy="steps",
-        eval_steps=max(settings.steps // 30, 1),
+        eval_steps=max(settings.steps // 30, min(100, settings.steps // 2)),
         save_strategy="no",
         remove_unused_columns=False,
         report_to="none",
