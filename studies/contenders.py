@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from dynorm.site import NormSite
-from studies.settings import TAPER, WARMUP
+from studies.settings import WARMUP
 
 # The share of the past in a running mean of TaperNorm.
 PAST = 0.99
@@ -73,21 +73,24 @@ class TaperNorm(nn.Module):
 
 
 class TaperCallback(TrainerCallback):  # type: ignore[misc]
-    """Moves the gates of all layers by the schedule ``TAPER``."""
+    """Moves the gates of all layers; ``taper`` is that of an arm."""
+
+    def __init__(self, taper: tuple[float, float]) -> None:
+        self.taper = taper
 
     def on_step_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any
     ) -> None:
         """Set the gate for this step."""
-        gate = gate_at(state.global_step, state.max_steps)
+        gate = gate_at(state.global_step, state.max_steps, self.taper)
         for layer in model.modules():
             if isinstance(layer, TaperNorm):
                 layer.set_gate_(gate)
 
 
-def gate_at(step: int, steps: int) -> float:
+def gate_at(step: int, steps: int, taper: tuple[float, float]) -> float:
     """Return the gate: 1, then half a cosine down to 0, then 0."""
-    start, length = TAPER
+    start, length = taper
     # The scaling is measured on a network that has left the warm-up of its rate.
     begin = max(round(start * steps), min(WARMUP, steps // 2))
     progress = min(max((step - begin) / (length * steps), 0.0), 1.0)
@@ -165,7 +168,3 @@ def replace_norms_(model: nn.Module, sites: Sequence[NormSite], norm: str) -> No
         model.set_submodule(one.path, layers[0])
         model.set_submodule(other.path, layers[1])
     model.set_submodule(last.path, nn.RMSNorm(last.normalized_shape, eps=last.eps))
-
-
-CALLBACKS = {"tapernorm": TaperCallback, "bhyt": BoundedTanhCallback}
-"""What each norm of this file needs during training."""

@@ -1,7 +1,7 @@
 """Write the study's summary, its table and its picture: ``python -m studies.report``."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,6 +30,12 @@ HEADLINE = (
     ("10 M parameters: scaled DyT against LayerNorm, 600 steps", MEDIUM, "dyt", "layernorm"),
     ("Llama: DyISRU against RMSNorm, 600 steps", LLAMA, "dyisru", "rmsnorm"),
 )
+# The norms of other papers, in a table of their own.
+OTHERS = (
+    ("TaperNorm, last norm kept, against LayerNorm, 600 steps", SMALL, "tapernorm", "layernorm"),
+    ("BHyT, last norm kept, against LayerNorm, 600 steps", SMALL, "bhyt", "layernorm"),
+    ("RMSNorm against LayerNorm, 600 steps", SMALL, "rmsnorm", "layernorm"),
+)
 # How far above the lowest loss of a panel its top is, in nats.
 TALL = 1.2
 COLOURS = {
@@ -43,6 +49,7 @@ COLOURS = {
     "derf": "#2ca02c",
     "linear": "#c2185b",
     "tapernorm": "#8c564b",
+    "tapernorm_late": "#e377c2",
     "bhyt": "#bcbd22",
 }
 
@@ -71,6 +78,7 @@ def summarize(results: Mapping[str, Record]) -> dict[str, Any]:
         "good_within_nats": GOOD,
         "parts": parts,
         "headline": [_compared(*row, parts) for row in HEADLINE],
+        "others": [_compared(*row, parts) for row in OTHERS],
     }
 
 
@@ -107,10 +115,10 @@ def _compared(
     }
 
 
-def table(summary: Mapping[str, Any]) -> str:
-    """Return the headline as a Markdown table."""
-    lines = ["| comparison | difference in loss, nats |", "|---|---|"]
-    for row in summary["headline"]:
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return comparisons as a Markdown table."""
+    lines = ["| comparison | difference in loss, nats per byte |", "|---|---|"]
+    for row in rows:
         difference = f"{row['nats']:+.3f}".replace("-", "−")
         if row["seeds"] == 1:
             spread = "(1 seed)"
@@ -145,13 +153,13 @@ def curves(results: Mapping[str, Record]) -> Figure:
 
 
 def main() -> None:
-    """Write the summary and the picture, and print the table for the page."""
+    """Write the summary and the picture, and print the tables for the page."""
     results = read_results()
     summary = summarize(results)
     SUMMARY.write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
     # Without the version of matplotlib in it, the same runs give the same bytes.
     curves(results).savefig(PICTURE, dpi=110, metadata={"Software": None})
-    print(table(summary))
+    print(table(summary["headline"]), table(summary["others"]), sep="\n\n")
 
 
 if __name__ == "__main__":
