@@ -16,7 +16,7 @@ PAST = 0.99
 # BHyT: how many root mean squares of a token its channels are taken to stay within.
 SPREAD = 10.0
 # BHyT: the first bound of tanh's argument for channels within that spread; it is learned.
-BOUND = 1.0
+BOUND = 3.0
 # BHyT: how often in a run the constants are made of the weights.
 UPDATES = 50
 
