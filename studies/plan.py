@@ -52,8 +52,9 @@ SMALL = Part(
         "dyisru_witnesses": (1e-3, 2e-3, 4e-3, 8e-3),
         "dyt_published": (5e-4, 1e-3, 2e-3),
         "dyisru_annealed": (2e-3, 4e-3, 8e-3),
-        "tapernorm": (1e-3, 2e-3, 4e-3),
-        "bhyt": (2e-3, 4e-3, 8e-3),
+        "tapernorm": (1e-3, 2e-3),
+        "tapernorm_late": (4e-3,),
+        "bhyt": (4e-3,),
     },
     seeds=(1, 2),
 )

@@ -33,6 +33,7 @@ HEADLINE = (
 # The norms of other papers, in a table of their own.
 OTHERS = (
     ("TaperNorm, last norm kept, against LayerNorm, 600 steps", SMALL, "tapernorm", "layernorm"),
+    ("TaperNorm, tapered late, against LayerNorm, 600 steps", SMALL, "tapernorm_late", "layernorm"),
     ("BHyT, last norm kept, against LayerNorm, 600 steps", SMALL, "bhyt", "layernorm"),
     ("RMSNorm against LayerNorm, 600 steps", SMALL, "rmsnorm", "layernorm"),
 )
@@ -104,21 +105,23 @@ def _compared(
     title: str, part: Part, arm: str, other: str, parts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the difference of two arms, each at its best rate, over the seeds that both have."""
-    losses = parts[part.title][arm]["losses"]
+    losses = parts[part.title][arm].get("losses", {})
     baseline = parts[part.title][other]["losses"]
     differences = [losses[seed] - baseline[seed] for seed in losses if seed in baseline]
-    return {
-        "comparison": title,
-        "nats": round(fmean(differences), 3),
-        "half_range": round((max(differences) - min(differences)) / 2, 3),
-        "seeds": len(differences),
-    }
+    row = {"comparison": title, "nats": None, "half_range": None, "seeds": len(differences)}
+    if differences:
+        row["nats"] = round(fmean(differences), 3)
+        row["half_range"] = round((max(differences) - min(differences)) / 2, 3)
+    return row
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return comparisons as a Markdown table."""
     lines = ["| comparison | difference in loss, nats per byte |", "|---|---|"]
     for row in rows:
+        if row["nats"] is None:
+            lines.append(f"| {row['comparison']} | diverged at every rate |")
+            continue
         difference = f"{row['nats']:+.3f}".replace("-", "−")
         if row["seeds"] == 1:
             spread = "(1 seed)"

@@ -129,3 +129,6 @@ def test_differences_are_taken_seed_by_seed():
     }
     row = report._compared("", part, "dyisru", "rmsnorm", {part.title: losses})
     assert row == {"comparison": "", "nats": 0.25, "half_range": 0.0, "seeds": 2}
+    losses["dyt"] = {"rates": {"0.001": None}}
+    row = report._compared("DyT", part, "dyt", "rmsnorm", {part.title: losses})
+    assert report.table([row]).endswith("| DyT | diverged at every rate |")
