@@ -32,7 +32,7 @@ HEADLINE = (
 )
 # The norms of other papers, in a table of their own.
 OTHERS = (
-    ("TaperNorm, last norm kept, against LayerNorm, 600 steps", SMALL, "tapernorm", "layernorm"),
+    ("TaperNorm, tapered early, against LayerNorm, 600 steps", SMALL, "tapernorm", "layernorm"),
     ("TaperNorm, tapered late, against LayerNorm, 600 steps", SMALL, "tapernorm_late", "layernorm"),
     ("BHyT, last norm kept, against LayerNorm, 600 steps", SMALL, "bhyt", "layernorm"),
     ("RMSNorm against LayerNorm, 600 steps", SMALL, "rmsnorm", "layernorm"),

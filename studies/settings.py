@@ -53,7 +53,7 @@ ARMS = {
     "dyt_published": Arm("DyT as published", layer="dyt", published=True),
     "dyisru_annealed": Arm("norm, then DyISRU (annealed)", layer="annealed"),
     # As published, the gate falls from 5 % of the steps to 40 %, but here not during the warm-up.
-    "tapernorm": Arm("TaperNorm, last norm kept", norm="tapernorm", taper=(0.05, 0.35)),
+    "tapernorm": Arm("TaperNorm, early, last norm kept", norm="tapernorm", taper=(0.05, 0.35)),
     "tapernorm_late": Arm("TaperNorm, late, last norm kept", norm="tapernorm", taper=ANNEALING),
     "bhyt": Arm("BHyT, last norm kept", norm="bhyt"),
 }

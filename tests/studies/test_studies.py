@@ -61,7 +61,7 @@ def test_the_norms_of_other_papers_are_their_formulas():
     second = BoundedTanh(16, 0.0, first)
     second.attention = 2.0
     first(x)
-    torch.testing.assert_close(second(x), torch.tanh(x / (square + 0.02).sqrt() / 10))
+    torch.testing.assert_close(second(x), torch.tanh(0.3 * x / (square + 0.18).sqrt()))
     # 32 tokens of unit size that attention weighs alike.
     attention = build(Settings("bhyt", 1e-3, size="tiny"), load(32)).transformer.h[0].attn
     values = attention.c_attn(torch.eye(16))[:, 32:]
