@@ -103,7 +103,7 @@ class BoundedTanh(nn.Module):
     .. math:: y = w \tanh(\lambda x / (\kappa s))
 
     At the first site of a block, s is the token's root mean square. At the second it is that of the
-    first site and a constant for what the attention adds, made of its weights: with T tokens of C
+    first site and a constant for the output of the attention, made of its weights: with T tokens of C
     channels, :math:`s_2^2 = s_1^2 + \lambda_1^2 / \kappa^2 \cdot \lVert W_V W_O \rVert^2 / (T C)`.
 
     Reference: Byun et al., arXiv:2601.09719, and github.com/MLAI-Yonsei/BHyT.
