@@ -233,7 +233,7 @@ def family_table() -> str:
     copy = size["forward"]["copy"]["median"]
     names = {
         "dyisru layer": "DyISRU",
-        "dyisru compiled": "DyISRU, compiled",
+        "dyisru compiled": "DyISRU, its definition compiled",
         "dyt layer": "DyT",
         "derf layer": "Derf",
         "dyisru layer, few witnesses": "DyISRU with 4 witnesses",

@@ -185,7 +185,8 @@ def constant(
         return value
     check_floating(name, value)
     shape = tuple(value.shape)
-    if shape == (z.shape[axis],):
+    # First the number of axes: sizes that depend on data cannot be compared.
+    if len(shape) == 1 and shape[0] == z.shape[axis]:
         return along(value, z, axis).to(z.dtype)
     # Under torch.compile, "1 in (1, m)" is False when m is symbolic, and whether a size that depends
     # on data is 1 cannot be asked.

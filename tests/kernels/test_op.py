@@ -382,6 +382,18 @@ def test_compiled_training_on_a_gpu_takes_the_gradients_of_large_inputs_from_the
 
 
 @needs_kernels
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_transforms_are_compiled(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_op, "is_on_gpu", lambda x: on_gpu)
+    monkeypatch.setattr(_op, "_LARGE", 1)
+    torch._dynamo.reset()
+    layer, x = build(DyISRU, 8), torch.randn(3, 8)
+    gradient = torch.func.grad(lambda leaf: layer(leaf).square().sum())
+    for transformed in (gradient, vmap(layer)):
+        assert_close(torch.compile(transformed, backend="aot_eager")(x), transformed(x))
+
+
+@needs_kernels
 def test_layers_compiled_one_by_one_share_their_code() -> None:
     from torch._dynamo.testing import CompileCounter
 

@@ -1,4 +1,4 @@
-"""Fused kernels for eager mode, which the layers call: C++ on a CPU, Triton on a GPU."""
+"""Fused kernels, which the layers call: C++ on a CPU, Triton on a GPU."""
 
 from dynorm.kernels._form import Form, FunctionCode, Parameters
 from dynorm.kernels._op import backend, pointwise, traced

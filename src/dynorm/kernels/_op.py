@@ -36,9 +36,9 @@ from dynorm.kernels._form import (
 from dynorm.kernels._traced import definition
 
 ENABLED = os.environ.get("DYNORM_KERNELS", "1") != "0"
-# From so many elements on a GPU spends more time on the definition's gradients than a processor does
-# on calling the kernels from Python.
-_LARGE = 1 << 23
+# From so many elements on a model keeps a GPU so busy that the host has the time to call kernels from
+# Python, and the definition's gradients take the GPU longer.
+_LARGE = 1 << 24
 _log = logging.getLogger("dynorm")
 
 # T, one number per token, makes the constant ``constant + T`` for DyISRU, and ``constant / sqrt(1 +
@@ -136,8 +136,11 @@ def may_serve(x: Tensor, *others: Tensor | None) -> bool:
             return False
     if not torch.compiler.is_compiling():
         return _is_plain(x)
+    # The transforms of torch.func cannot look into the op.
+    if is_exporting() or torch._C._are_functorch_transforms_active():
+        return False
     is_trained = torch.is_grad_enabled() and wants_gradient(x, *others)
-    return is_trained and type(x) in PLAIN_TYPES and not is_exporting() and trains_by_op(x)
+    return is_trained and type(x) in PLAIN_TYPES and trains_by_op(x)
 
 
 def trains_by_op(x: Tensor) -> bool:
@@ -146,14 +149,14 @@ def trains_by_op(x: Tensor) -> bool:
         return False
     if not is_on_gpu(x):
         return True
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    is_large: bool = guard_or_false(x.numel() >= _LARGE)
-    return is_large
+    # One graph serves all sizes that are not known.
+    return statically_known_true(x.numel() >= _LARGE)
 
 
 def is_on_gpu(x: Tensor) -> bool:
-    """Return whether calling a kernel from Python takes the host longer than what it computes."""
+    """Return whether x is on a GPU, which runs behind the host."""
     return x.device.type != "cpu"
 
 

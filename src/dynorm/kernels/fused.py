@@ -7,6 +7,7 @@ over the graph of a compiled model finds ``layer(product(x) + residual)`` and pu
 
 import operator
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +76,9 @@ class FuseProducts(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """Return the key of what is compiled with this pass."""
-        return get_hash_for_files((__file__,))
+        # The op's gradients, too, are part of what is compiled.
+        files = sorted(str(file) for file in Path(__file__).parent.glob("*.py"))
+        return get_hash_for_files(tuple(files))
 
 
 class _Product(NamedTuple):
