@@ -193,7 +193,7 @@ def copied_tensors(value: Item) -> Item:
 
 
 def deep_copy(value: Item, copies: dict[int, object]) -> Item:
-    """Return a deep copy, with the copies that are given, by the ids of what they are copies of."""
+    """Return a deep copy, with the copies that are given, by the ids of their originals."""
     try:
         return copy.deepcopy(value, copies)
     # Any exception may come from the __deepcopy__ of a foreign class.

@@ -94,7 +94,7 @@ class SiteFit:
         if allowed:
             self._scales = TokenScales(self.kind, self.eps, allowed)
         self._updates = 0
-        # What is left of the mean squared error of each channel.
+        # The rest of the mean squared error of each channel.
         self._squared_error: Tensor | None = None
         # From the first tokens that have a spread over their channels.
         self._has_started = False

@@ -113,7 +113,7 @@ def _try_to_fold(model: nn.Module, batch: Batch, recipe: Recipe, say: Say) -> No
 
 
 class _Course:
-    """Runs the stages of one conversion, and keeps what each of them reports."""
+    """Runs the stages of one conversion, and keeps their reports."""
 
     def __init__(
         self, model: nn.Module, original: nn.Module, compared: Sequence[Batch], say: Say

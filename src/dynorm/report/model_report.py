@@ -1,4 +1,4 @@
-"""The report of ``measure``: what a conversion costs, in figures and in sentences."""
+"""The report of ``measure``: the cost of a conversion, in figures and in sentences."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
