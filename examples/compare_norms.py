@@ -281,12 +281,51 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
+    if options.data is not None and not options.data.is_file():
+        parser.error(f"--data must be a file, got {options.data}: check the path")
     is_demonstration = options.model is None
     options.steps = options.steps or (30 if is_demonstration else 300)
     options.rates = options.rates or (
         [2e-3, 8e-3] if is_demonstration else [5e-4, 1e-3, 2e-3, 4e-3]
     )
     return options
+
+
+def build_of(model: str) -> Build:
+    """Return the function that ``--model`` names."""
+    name, _, function = model.partition(":")
+    sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # One that the module imports is another matter.
+        if error.name != name:
+            raise
+        raise SystemExit(
+            f"--model must name a module in this folder or an installed one, got {name!r}: check "
+            "the folder and the name, which has no .py"
+        ) from error
+    build = getattr(module, function or "build", None)
+    if not callable(build):
+        raise SystemExit(
+            f"--model must name a function of {name}, got {function or 'build'!r}: write "
+            "module:function"
+        )
+    return build
+
+
+def names_for(build: Build, wanted: list[str] | None) -> list[str]:
+    """Return the norms to compare, or refuse one that the model cannot have."""
+    allowed = list(NORMS)
+    if not inspect.signature(build).parameters:
+        allowed = [OWN, "DyISRU", "DyT", "Derf"]
+    for name in wanted or []:
+        if name not in allowed:
+            raise SystemExit(
+                f"--norms must be some of {'; '.join(allowed)}, got {name!r}: a model of build() is "
+                "compared with layers in the place of its norms, one of build(norm) with any norm"
+            )
+    return wanted or allowed[:5]
 
 
 def main() -> None:
@@ -296,12 +335,8 @@ def main() -> None:
         require_library("matplotlib", "a picture")
     build: Build = SmallModel
     if options.model is not None:
-        module, _, function = options.model.partition(":")
-        sys.path.insert(0, "")
-        build = getattr(importlib.import_module(module), function or "build")
-    names = options.norms or list(NORMS)[:5]
-    if not inspect.signature(build).parameters:
-        names = options.norms or [OWN, "DyISRU", "DyT", "Derf"]
+        build = build_of(options.model)
+    names = names_for(build, options.norms)
     data = Data(options.data, options)
     results: dict[str, dict[float, list[Run]]] = {}
     for name in names:

@@ -117,12 +117,16 @@ def own():
 
 
 @pytest.mark.parametrize(
-    ("function", "names"),
-    [("build", ["RMSNorm", "DyT, published"]), ("own", ["its own", "Derf"])],
+    ("function", "names", "refused"),
+    [
+        ("build", ["RMSNorm", "DyT, published"], "its own"),
+        ("own", ["its own", "Derf"], "LayerNorm"),
+    ],
 )
 def test_norms_are_compared_on_a_model_of_the_user(
     function: str,
     names: list[str],
+    refused: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -142,3 +146,9 @@ def test_norms_are_compared_on_a_model_of_the_user(
             rf"^│ {name} +│ \d\.\d+ ± \d\.\d+ │ \d\.\d+ ± \d\.\d+ │", printed, re.MULTILINE
         )
     assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")
+    sys.argv[-1] = refused
+    with pytest.raises(SystemExit, match=f"--norms must be some of .*, got '{refused}'"):
+        runpy.run_path(str(FOLDER / "compare_norms.py"), run_name="__main__")
+    sys.argv[2] = "my_module:other"
+    with pytest.raises(SystemExit, match="a function of my_module, got 'other'"):
+        runpy.run_path(str(FOLDER / "compare_norms.py"), run_name="__main__")
