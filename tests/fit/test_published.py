@@ -35,6 +35,8 @@ def test_alpha_of_a_language_model_is_by_site_and_width(
         dynorm.init_as_published_(model)
     with pytest.raises(ArgumentError, match=r"match the path.*'input_layernorm'.*got 'attn'"):
         dynorm.init_as_published_(model, attention="attn")
+    with pytest.raises(ArgumentError, match=r"a glob.*got \['\*'\]"):
+        dynorm.init_as_published_(model, attention=["*"])
 
 
 @pytest.mark.parametrize(("muon", "alpha"), [(False, 0.5), (True, 0.3)])
@@ -71,5 +73,9 @@ def test_an_embedding_is_scaled_by_a_factor_that_is_trained_and_saved() -> None:
     assert factor in set(dynorm.param_groups(model, lr=1.0, weight_decay=1.0)[1]["params"])
     other.load_state_dict(model.state_dict())
     assert torch.equal(other(ids), model(ids))
+    with pytest.raises(ArgumentError, match=r"a module of the model, got another: pass"):
+        dynorm.init_as_published_(model, embedding=nn.Embedding(5, 9))
+    with pytest.raises(ArgumentError, match=r"embedding must be a torch\.nn\.Module, not str"):
+        dynorm.init_as_published_(model, embedding="0")
     with pytest.raises(ModelError, match="no factor yet"):
         dynorm.init_as_published_(model, embedding=model[0])

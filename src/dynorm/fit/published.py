@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from dynorm.arguments import check_module
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import Derf, DyT, PointwiseNorm
 from dynorm.replace.converted import require_layers
@@ -50,7 +51,8 @@ def init_as_published_(
     Raises:
         ModelError: the model has no point-wise layer, or another than DyT and Derf; or the embedding
             has a factor already.
-        ArgumentError: ``attention`` is needed, or matches no layer.
+        ArgumentError: ``attention`` is needed, or matches no layer; or ``embedding`` is not a
+            module of the model.
 
     Example:
         >>> model = nn.Sequential(dynorm.DyT(8), nn.Linear(8, 4096), dynorm.DyT(4096))
@@ -61,11 +63,20 @@ def init_as_published_(
         J. Zhu et al., arXiv 2503.10622, section 7; M. Chen et al., arXiv 2512.10938.
     """
     layers = require_layers(model)
-    if attention is not None and not any(fnmatchcase(path, attention) for path in layers):
+    if attention is not None and not (
+        isinstance(attention, str) and any(fnmatchcase(path, attention) for path in layers)
+    ):
         raise ArgumentError(
-            f"attention must match the path of a layer, such as {next(iter(layers))!r}, got "
-            f"{attention!r}"
+            "attention must be a glob, and match the path of a layer, such as "
+            f"{next(iter(layers))!r}, got {attention!r}"
         )
+    if embedding is not None:
+        check_module(embedding, "embedding")
+        if not any(module is embedding for module in model.modules()):
+            raise ArgumentError(
+                "embedding must be a module of the model, got another: pass the model's, such as "
+                "model.embed_tokens"
+            )
     alphas = {}
     for path, layer in layers.items():
         if type(layer) not in (DyT, Derf):
