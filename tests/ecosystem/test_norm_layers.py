@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +36,14 @@ def test_the_calls_of_timm_and_megatron(name: str) -> None:
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"one of dyisru, dyt, derf, got 'layernorm2d'"):
         dynorm.layers.norm_layer("layernorm2d")
+
+
+@pytest.mark.parametrize("option", ["sequence_parallel", "layernorm_zero_centered_gamma"])
+def test_an_option_of_megatron_that_a_layer_cannot_heed_is_refused(option: str) -> None:
+    norm = dynorm.layers.norm_layer("dyt")
+    assert norm(config=SimpleNamespace(**{option: False}), hidden_size=8).channels == 8
+    with pytest.raises(ArgumentError, match=f"{option} must be False, got True: turn it off"):
+        norm(config=SimpleNamespace(**{option: True}), hidden_size=8)
 
 
 @pytest.fixture

@@ -10,19 +10,26 @@ from dynorm.layers.pointwise import PointwiseNorm
 
 _LAYERS: dict[str, type[PointwiseNorm]] = {"dyisru": DyISRU, "dyt": DyT, "derf": Derf}
 
+# Options of Megatron's config that its own norms heed, and why a layer cannot.
+_UNFIT = {
+    "sequence_parallel": "Megatron would not reduce the gradients of the layer's parameters",
+    "layernorm_zero_centered_gamma": "the layer multiplies by its weight, not by 1 + weight",
+}
+
 
 def norm_layer(name: str) -> type:
     """Return a class that other libraries call as a norm, and that makes a point-wise layer.
 
     It is called ``(hidden_size, eps=None, affine=True, *, config=None, **options)``: so timm calls
-    its ``norm_layer``, and Megatron the norms of a layer spec. ``eps`` and ``config`` have no
-    effect, and ``options`` are those of the layer, such as ``scale=1``.
+    its ``norm_layer``, and Megatron the norms of a layer spec. ``eps`` has no effect,
+    ``config`` is only checked, and ``options`` are those of the layer, such as ``scale=1``.
 
     Args:
         name: "dyisru", "dyt" or "derf"; "dyisru2d", "dyt2d" or "derf2d" for channels at dim 1.
 
     Raises:
-        ArgumentError: the name is unknown.
+        ArgumentError: the name is unknown; or, when the class is called, Megatron's config has
+            sequence parallelism or a zero-centred gamma.
 
     Example:
         >>> dynorm.layers.norm_layer("dyt2d")(8, eps=1e-6)
@@ -41,7 +48,7 @@ def norm_layer(name: str) -> type:
     if name.endswith("2d"):
         dim = 1
 
-    # A class, because Megatron returns a function as it is. What it makes is not of this class.
+    # A class, because Megatron returns a function as it is. Its call makes a layer of another class.
     class Norm:
         def __new__(  # type: ignore[misc]
             cls,
@@ -52,6 +59,12 @@ def norm_layer(name: str) -> type:
             config: object = None,
             **options: Any,
         ) -> PointwiseNorm:
+            for option, reason in _UNFIT.items():
+                if getattr(config, option, False):
+                    raise ArgumentError(
+                        f"the config's {option} must be False, got True: turn it off, because "
+                        f"{reason}"
+                    )
             options.setdefault("elementwise_affine", affine)
             return layer(hidden_size, dim=dim, **options)
 

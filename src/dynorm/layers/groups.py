@@ -39,7 +39,8 @@ def param_groups(
             Derf, although annealing sets the constants again.
         muon_lr: the rate of the hidden matrices under Muon. They are then the first group, and each
             group has the key ``use_muon``. Hidden matrices have two dimensions and belong neither
-            to an ``nn.Embedding`` nor to the last ``nn.Linear``, which is the head.
+            to an ``nn.Embedding`` nor to the ``nn.Linear`` that the model defines last, taken for
+            the head. A matrix that is a parameter by itself, say of positions, is hidden.
 
     Returns:
         Groups for a ``torch.optim`` optimizer; parameters that need no gradient are left out, and
