@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dynorm
-from dynorm.files import require_writable, write_text
+from dynorm.files import replaced_directory, require_writable, write_text
 
 
 def test_a_file_is_written_and_replaced(tmp_path: Path) -> None:
@@ -39,6 +39,25 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monke
         write_text(path, "new")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_ctrl_c_between_two_renames_leaves_the_old_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    write_text(path / "config.json", "old")
+    replace = os.replace
+
+    def interrupted(source: Path, target: Path) -> None:
+        if source.name == "new":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with pytest.raises(KeyboardInterrupt), replaced_directory(path, overwrite=True):
+        monkeypatch.setattr(os, "replace", interrupted)
+    assert (path / "config.json").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("name", ["file/a.txt", "a\0b", "folder"])

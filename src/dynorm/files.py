@@ -131,11 +131,12 @@ def _copy_other_files(old: Path, new: Path) -> None:
 
 
 def _put_in_place(new: Path, target: Path, old: Path) -> None:
-    if target.exists():
-        os.replace(target, old)
     try:
+        if target.exists():
+            os.replace(target, old)
         os.replace(new, target)
-    except OSError:
-        if old.exists():
+    # Ctrl-C too must not lose the old directory.
+    except BaseException:
+        if old.exists() and not target.exists():
             os.replace(old, target)
         raise
