@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynorm.cli import main
+from dynorm.cli import application, main
 from dynorm.cli.application import format_warning
 from dynorm.cli.pretrained import layers_of
 from dynorm.errors import CalibrationWarning
@@ -64,6 +65,12 @@ def test_wrong_values_are_named_with_status_2(
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == "dynorm: held_out must be an integer, at least 2, got 1\n"
+
+
+def test_sigterm_is_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(application, "app", lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit, match="143"):
+        main()
 
 
 def test_only_warnings_of_dynorm_bear_its_name() -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -50,17 +51,20 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is th
 def main() -> None:
     """Run the command line.
 
-    The exit status is 0, 1 if the work failed, 2 for wrong usage, or 130 after Ctrl-C.
+    The exit status is 0, 1 if the work failed, 2 for wrong usage, 130 after Ctrl-C, or 143
+    after SIGTERM.
     """
     warnings.formatwarning = format_warning
+    # As an exception it removes temporary folders on its way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         app()
     except DynormError as error:
         typer.echo(f"dynorm: {error}", err=True)
         raise SystemExit(2 if isinstance(error, ArgumentError) else 1) from error
     except SystemExit as stop:
-        # typer turns Ctrl-C into this status.
-        if stop.code == 130:
+        # typer turns Ctrl-C into 130.
+        if stop.code in (130, 143):
             typer.echo("dynorm: stopped; nothing was half-written", err=True)
         raise
 
