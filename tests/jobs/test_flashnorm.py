@@ -101,8 +101,11 @@ def test_files_are_those_of_a_fold_in_memory(
     assert index["weight_map"] == stored
 
 
-def test_a_head_that_is_stored_next_to_its_embedding_is_written_once(tmp_path: Path) -> None:
-    model = build("llama", tie_word_embeddings=True)
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_that_is_stored_next_to_its_embedding_stays_its_own(
+    tmp_path: Path, same: bool
+) -> None:
+    model = build("llama", tie_word_embeddings=same)
     model.config.tie_word_embeddings = False  # type: ignore[union-attr]
     source = saved(model, tmp_path / "source")
     config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
@@ -134,15 +137,25 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    # Its experts are stored one by one, and are one tensor in the model.
-    cases: list[tuple[Path, type[DynormError], str]] = [
-        (
-            saved(build("mixtral"), tmp_path / "mixtral"),
-            StorageError,
-            "by its name.*without --format",
-        ),
-        (saved(build("gpt2"), tmp_path / "gpt2"), DynormError, "at least one norm.*none is"),
-    ]
+    cases: list[tuple[Path, type[DynormError], str]] = []
+    for name, words in (
+        # Its experts are stored one by one, and are one tensor in the model.
+        ("mixtral", "by its name.*a shard is missing.*without --format"),
+        ("gpt2", "must have RMSNorms, but GPT2LMHeadModel has none.*without --format"),
+        ("vit", "must take texts, but.*pixel_values"),
+    ):
+        cases.append((saved(build(name), tmp_path / name), DynormError, words))
+    for key, value, words in (
+        ("quantization_config", {"quant_method": "bitsandbytes"}, "before it is quantized"),
+        ("vocab_size", 97, r"config's shape \[97, 32\], but has \[96, 32\]"),
+    ):
+        source = saved(build("llama"), tmp_path / key)
+        config = json.loads((source / "config.json").read_text()) | {key: value}
+        (source / "config.json").write_text(json.dumps(config))
+        cases.append((source, DynormError, words))
+    large = build("llama").half()
+    large.lm_head.weight.data.fill_(6e4)  # type: ignore[union-attr, operator]
+    cases.append((saved(large, tmp_path / "half"), DynormError, "lm_head.weight must be finite"))
     source = saved(build("llama"), tmp_path / "llama")
     for file in source.glob("*.safetensors"):
         file.rename(file.with_suffix(".bin"))
@@ -159,9 +172,14 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path) ->
         with pytest.raises(error, match=f"(?s){words}"):
             folded(place, tmp_path / "out")
     damaged = saved(build("llama"), tmp_path / "damaged")
-    next(damaged.glob("*.safetensors")).write_bytes(b"cut")
-    with pytest.raises(StorageError, match="safetensors"):
-        folded(damaged, tmp_path / "out")
-    done = CliRunner().invoke(app, ["fold", str(source), str(tmp_path / "out"), "--format", "gguf"])
+    for pattern in ("*.index.json", "*.safetensors"):
+        next(damaged.glob(pattern)).write_bytes(b"cut")
+        with pytest.raises(StorageError, match="must hold safetensors"):
+            folded(damaged, tmp_path / "out")
+    words = ["fold", str(source), str(tmp_path / "out"), "--format"]
+    done = CliRunner().invoke(app, [*words, "gguf"])
     assert (done.exit_code, "flashnorm" in done.output) == (2, True)
+    for option in ("--add-bias", "--no-center"):
+        done = CliRunner().invoke(app, [*words, "flashnorm", option])
+        assert "must come without" in str(done.exception)
     assert not (tmp_path / "out").exists()

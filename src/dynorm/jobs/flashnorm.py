@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dynorm.dtypes import HALVES
-from dynorm.errors import StorageError, readable
+from dynorm.errors import ModelError, StorageError, readable
 from dynorm.files import write_text
 from dynorm.find import find_norms
 from dynorm.fold import FoldReport
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 # Tokens of the example, on whose number the graph does not depend: a model may be large.
 _LENGTH = 2
+_INDEX = "model.safetensors.index.json"
 
 Change = Callable[[Tensor], Tensor]
 
@@ -45,6 +46,16 @@ def fold_files(
     function that writes the files into a folder.
     """
     files = WeightFiles(checkpoint.source)
+    if checkpoint.kind != "texts":
+        raise ModelError(
+            f"with --format a model must take texts, but {checkpoint.source} takes "
+            f"{checkpoint.takes}: fold it without --format"
+        )
+    if getattr(checkpoint.config, "quantization_config", None):
+        raise ModelError(
+            f"a model must be folded before it is quantized, but {checkpoint.source} has a "
+            "quantization_config: fold the original"
+        )
     model = _sketch(files, checkpoint)
     require_foldable(model)
     tokens = example_of(model, checkpoint.kind)
@@ -54,6 +65,11 @@ def fold_files(
     for site in sites:
         if site.kind == "rmsnorm" and site.bias_name is None:
             chosen.append(site.path)
+    if not chosen:
+        raise ModelError(
+            f"with --format a model must have RMSNorms, but {type(model).__name__} has none: fold it "
+            "without --format"
+        )
     options = Options(affine=True, untie=untie)
     graph, folds = traced(model, ((), example), sites, chosen, options)
     decide_affine(graph, folds, options)
@@ -72,11 +88,15 @@ class WeightFiles:
         self.file_of: dict[str, Path] = {}
         # For the name of a stored tensor, the tensors to write in its place.
         self.changes: dict[str, dict[str, Change]] = {}
-        self.config: dict[str, bool] = {}
+        self.config: dict[str, object] = {}
+        self.documents: dict[str, dict[str, object]] = {}
         with readable(f"{folder} must hold safetensors"):
             for path in sorted(folder.glob("model*.safetensors")):
                 with safe_open(path, "pt") as file:
                     self.file_of |= dict.fromkeys(file.keys(), path)
+            for name in ("config.json", _INDEX):
+                if (folder / name).is_file():
+                    self.documents[name] = json.loads((folder / name).read_text("utf-8"))
         if not self.file_of:
             raise StorageError(
                 f"{folder} must be a folder with model*.safetensors, but has none: load it with "
@@ -93,7 +113,7 @@ class WeightFiles:
                 own = graph.slots[part.tensor]
                 changed[own] = partial(torch.full_like, fill_value=part.neutral)
                 for slot, reader in fold.readers.items():
-                    changed[slot] = partial(_scaled, reader, fold.weight)
+                    changed[slot] = partial(_scaled, slot.name, reader, fold.weight)
         first = {slot: tie[0] for tie in graph.ties for slot in tie}
         if changed.keys().isdisjoint(first):
             first = {}
@@ -101,10 +121,11 @@ class WeightFiles:
             # A config says whether all weights are tied or none.
             self.config["tie_word_embeddings"] = False
         untied = [slot.name for slot in first if slot is not first[slot]]
-        # They may be stored twice.
-        self.changes |= {name: {} for name in untied}
         for slot in changed | first:
-            source = first.get(slot, slot).name
+            source = slot.name
+            # A stored head may differ from the embedding, although the config ties them.
+            if source not in self.file_of:
+                source = first[slot].name
             change = changed.get(slot, Tensor.clone)
             self.changes.setdefault(source, {})[slot.name] = change
         return untied
@@ -123,11 +144,10 @@ class WeightFiles:
                         tensors[new] = change(file.get_tensor(name))
             save_file(tensors, target / path.name, {"format": "pt"})
             written |= dict.fromkeys(tensors, path.name)
-        index = {"weight_map": written}
-        for name, values in (("config.json", self.config), ("model.safetensors.index.json", index)):
-            if (self.folder / name).is_file():
-                old = json.loads((self.folder / name).read_text("utf-8"))
-                write_text(target / name, json.dumps(old | values, indent=2) + "\n")
+        index: dict[str, object] = {"weight_map": written}
+        values = {"config.json": self.config, _INDEX: index}
+        for name, old in self.documents.items():
+            write_text(target / name, json.dumps(old | values[name], indent=2) + "\n")
 
 
 def _sketch(files: WeightFiles, checkpoint: Checkpoint) -> PreTrainedModel:
@@ -141,10 +161,17 @@ def _sketch(files: WeightFiles, checkpoint: Checkpoint) -> PreTrainedModel:
         if name not in files.file_of:
             raise StorageError(
                 f"{files.folder} must hold each weight by its name in {type(model).__name__}, but "
-                f"has no {name}: fold it without --format"
+                f"has no {name}: a shard is missing, or the class stores other tensors than it "
+                "has (fold it without --format)"
             )
         with safe_open(files.file_of[name], "pt") as file:
             stored = file.get_slice(name)
+            shape: list[int] = stored.get_shape()
+            if shape != list(parameter.shape):
+                raise StorageError(
+                    f"{name} must have the config's shape {list(parameter.shape)}, but has {shape} "
+                    f"in {files.file_of[name]}: correct config.json"
+                )
             values = stored[:1] if parameter.ndim > 1 else stored[:]
         path, _, leaf = name.rpartition(".")
         # A copy, because all tensors of a file share one memory.
@@ -158,10 +185,16 @@ def _sketch(files: WeightFiles, checkpoint: Checkpoint) -> PreTrainedModel:
     return model.eval()
 
 
-def _scaled(reader: Reader, factor: Tensor, weight: Tensor) -> Tensor:
+def _scaled(name: str, reader: Reader, factor: Tensor, weight: Tensor) -> Tensor:
     """Return the weight that takes a norm's; the product is exact enough to be rounded once."""
     wide = torch.float64 if weight.element_size() > 2 else torch.float32
-    return reader.scaled(weight.to(wide), factor.to(wide)).to(weight.dtype)
+    product = reader.scaled(weight.to(wide), factor.to(wide)).to(weight.dtype)
+    if not product.isfinite().all():
+        raise ModelError(
+            f"{name} must be finite when it takes a norm's weight, but is not in {product.dtype}: "
+            "save the model in bfloat16 or float32 first"
+        )
+    return product
 
 
 def _marks(folds: Sequence[SiteFold], width: int) -> dict[str, bool]:
