@@ -133,7 +133,9 @@ def _require_bias(reader: Reader, same_weight: Sequence[Reader], add_bias: bool)
             raise RefusedError(f"{slot.name}, which reads it, has not the same bias in all uses")
     if bias is None:
         if not add_bias:
-            raise RefusedError(f"{slot.name} has no bias to take its bias: pass add_bias=True")
+            raise RefusedError(
+                f"{slot.name} has no bias to take its bias: pass add_bias=True (--add-bias)"
+            )
         require_new_bias(reader.weight)
         return
     refuse_for(bias.slot.refused)

@@ -135,7 +135,7 @@ def _slots(
         elif len(owners) > 1:
             blocked = f"{first} is {owners[1]} too"
             if isinstance(tensor, nn.Parameter):
-                blocked += ": pass untie=True"
+                blocked += ": pass untie=True (--untie)"
         elif is_left_out or not tensor.is_floating_point():
             blocked = f"{first} is not saved with the model in floating point"
         is_in_norm = any(owner.module in inside for owner in owners)
