@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dynorm.cli.application import AsJson, Overwrite, app, quiet_libraries, show, speaker
-from dynorm.errors import ArgumentError
 from dynorm.files import require_writable
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.inspect import inspect_pretrained
@@ -262,11 +261,6 @@ def fold(
 
     Example: dynorm fold ./gpt2 ./folded --untie
     """
-    if format is not None and (add_bias or not center):
-        raise ArgumentError(
-            "--format must come without --add-bias and --no-center, because it folds only weights, "
-            "but one of them was given: leave it out"
-        )
     quiet_libraries()
     from dynorm.jobs.fold import fold_pretrained
 

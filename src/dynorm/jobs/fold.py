@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dynorm.errors import ModelError
+from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold import FoldReport, fold_
 from dynorm.jobs.checkpoint import Checkpoint, example_of, model_name
 from dynorm.jobs.flashnorm import fold_files
@@ -28,6 +28,11 @@ def fold_pretrained(
     :func:`dynorm.fold_`. With the ``format`` "flashnorm" the weights of RMSNorms are folded as
     :func:`dynorm.jobs.flashnorm.fold_files` does. After an error nothing is written.
     """
+    if format is not None and (options.get("add_bias") or not options.get("center", True)):
+        raise ArgumentError(
+            "--format must come without --add-bias and --no-center, because it folds only weights, "
+            "but one of them was given: leave it out"
+        )
     import transformers
 
     folder = Path(folder)

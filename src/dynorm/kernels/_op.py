@@ -356,6 +356,7 @@ def plain_gradients(*arguments: Any) -> list[Tensor]:
                 if not tensor.requires_grad:
                     tensors[place].requires_grad_()
                 inputs.append(tensors[place])
+        # The operator, which has no numbers of tokens, lets Inductor sum a constant's gradient by rows.
         if tensors[6] is None:
             y = definition(*tensors[:6], *form)
         else:
