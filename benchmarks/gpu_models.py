@@ -127,7 +127,7 @@ INDUCTORS: dict[str, Any] = {
 
 
 def passes() -> Iterator[tuple[str, bool]]:
-    """Yield each model, and whether it is trained; those that compile longest first."""
+    """Yield each model, and whether the pass is a training step."""
     for name in SHAPES:
         if name in TRAINED:
             yield name, True
