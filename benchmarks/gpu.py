@@ -254,19 +254,19 @@ def _check_one(
     def uniform(size: int = channels) -> Tensor:
         return torch.rand(size, device=device) + 0.5
 
-    parameters = Parameters(uniform(), None, uniform(), uniform(), uniform())
+    parameters = Parameters(uniform(1), None, uniform(), uniform())
     if function == FunctionCode.DERF:
-        parameters = parameters._replace(shift=uniform())
+        parameters = parameters._replace(shift=uniform(1))
     token_constant = uniform(rows) if has_tokens else None
     form = Form(function, False, 1.5)
     y = _triton.forward(form, x, parameters, token_constant)
-    arguments = (form, grad, x, parameters, token_constant, (True,) * 7)
+    arguments = (form, grad, x, parameters, token_constant, (True,) * 6)
     found = _triton.gradients(*arguments)
     again = _triton.gradients(*arguments)
     leaves: list[Any] = []
     for tensor in (x, *parameters, token_constant):
         leaves.append(None if tensor is None else tensor.double().requires_grad_())
-    expected = form.definition(leaves[0], Parameters(*leaves[1:6]), leaves[6])
+    expected = form.definition(leaves[0], Parameters(*leaves[1:5]), leaves[5])
     expected.backward(grad.double())
     assert_close(y.double(), expected.detach(), rtol=tolerance, atol=tolerance)
     for got, got_again, leaf in zip(found, again, leaves, strict=True):
@@ -378,7 +378,7 @@ def contenders(
 
     def kernels() -> None:
         _triton.forward(form, leaf, parameters)
-        _triton.gradients(form, grad, leaf, parameters, None, (True,) * 7)
+        _triton.gradients(form, grad, leaf, parameters, None, (True,) * 6)
 
     both["dyisru kernel"] = kernels
     for name, module in modules.items():

@@ -89,7 +89,7 @@ def backward_kernel(
 ) -> Any:
     """Compile the backward kernel for the gradients of all that :func:`forward_kernel` takes."""
     rows, columns = _triton.tile(channels)
-    wanted = 0b110011 | parts * 0b1001000 | (parts and function == FunctionCode.DERF) << 2
+    wanted = 0b11011 | parts << 5 | (parts and function == FunctionCode.DERF) << 2
     return compiled(
         _triton_kernels.backward_kernel,
         target,
@@ -113,8 +113,8 @@ def sum_kernel(target: GPUTarget, dtype: str, channels: int) -> Any:
         partial_offset=EVEN,
         rows=ANY,
         chunks=ANY,
-        FORM=_triton.Choices(FunctionCode.DYISRU, True, 1.0, 0b11000, channels),
-        WANTED=0b110011,
+        FORM=_triton.Choices(FunctionCode.DYISRU, True, 1.0, channels),
+        WANTED=0b11011,
         BLOCKS=_triton.ceil_divide(channels, _triton.tile(channels)[1]),
         SLOT=_triton._aligned(channels),
         BLOCK_PARTS=_triton._PARTS,
@@ -135,10 +135,10 @@ def product_kernel(target: GPUTarget, dtype: str, tile: Tile, *, transposed: boo
         b=(f"tensordesc<{dtype}[{block}]>", 1),
         **pointers(dtype, residual=True, total=True, y=True),
         **pointers(dtype, product_bias=True, factor=True, constant=True, shift=False),
-        **pointers(dtype, center=False, weight=True, bias=True),
+        **pointers(dtype, weight=True, bias=True),
         rows=ANY,
         depth=EVEN,
-        FORM=_triton.Choices(FunctionCode.DYISRU, True, channels**0.5, 0b11000, channels),
+        FORM=_triton.Choices(FunctionCode.DYISRU, True, channels**0.5, channels),
         TRANSPOSED=transposed,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
@@ -149,13 +149,12 @@ def product_kernel(target: GPUTarget, dtype: str, tile: Tile, *, transposed: boo
 def _arguments(function: int, dtype: str, channels: int, parts: bool) -> dict[str, Any]:
     derf = function == FunctionCode.DERF
     return {
-        **pointers(dtype, x=True, constant=True, weight=True, center=parts, shift=parts and derf),
+        **pointers(dtype, x=True, constant=True, weight=True, shift=parts and derf),
         **pointers("fp32", token=parts),
         "FORM": _triton.Choices(
             int(function),
             function == FunctionCode.DYISRU,
             channels**0.5,
-            0b11111 if parts else 0b11000,
             channels,
         ),
     }
@@ -242,7 +241,7 @@ def calls_of_one_pass() -> dict[str, Any]:
         with _Operators() as forward:
             _triton.forward(form, x, parameters)
         with _Operators() as backward:
-            _triton.gradients(form, grad, x, parameters, None, (True,) * 7)
+            _triton.gradients(form, grad, x, parameters, None, (True,) * 6)
     return {
         "launches": recorder.launches,
         "forward operators": forward.names,

@@ -145,7 +145,7 @@ def measure_backward(rows: int, columns: int) -> dict[str, Any]:
             mock.patch.object(_triton, "_RESIDENT", programs),
         ):
             times[named(*tile, programs)] = microseconds(
-                lambda: _triton.gradients(FORM, grad, x, parameters, None, (True,) * 7)
+                lambda: _triton.gradients(FORM, grad, x, parameters, None, (True,) * 6)
             )
     chosen = named(*_triton.tile(columns), _triton._RESIDENT)
     return {"chosen": chosen, "microseconds": times}

@@ -41,7 +41,7 @@ for kind in (kernel.DyISRU, kernel.DyT, kernel.Derf, kernel.LinearControl):
     if interpreted == "1":
         from kernel_1.kernels import Form, Parameters, _triton
         form = Form(kind.kernel, kind.logarithmic, layer.scale)
-        parameters = Parameters(layer.first_constant, None, None, layer.weight, layer.bias)
+        parameters = Parameters(layer.first_constant, None, layer.weight, layer.bias)
         fused = _triton.forward(form, x, parameters).tolist()
     results.append([y.tolist(), inputs.grad.tolist(), fused])
 print(json.dumps(results))

@@ -12,9 +12,8 @@ from dynorm.kernels._form import Form, FunctionCode, Parameters
 
 INF, NAN = float("inf"), float("nan")
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-# Which parameters there are: only a constant; all of one number; all per channel; the same with a
-# number for each token.
-KINDS = ("bare", "shared", "per channel", "bare of tokens", "per channel of tokens")
+# Which parameters there are: only a constant, or all; the same with a number for each token.
+KINDS = ("bare", "all", "bare of tokens", "all of tokens")
 FUNCTIONS = tuple(FunctionCode)
 
 
@@ -34,13 +33,10 @@ def make(rows: int, channels: int, dtype: torch.dtype, kind: str, function: int)
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=wide)
 
-    constants = channels if kind.startswith("per channel") else 1
-    parameters = Parameters(normal(constants).abs() + 0.3)
+    parameters = Parameters(normal(1).abs() + 0.3)
     if not kind.startswith("bare"):
-        shift = normal(constants) if function == FunctionCode.DERF else None
-        parameters = Parameters(
-            parameters.constant, shift, normal(constants), normal(channels), normal(channels)
-        )
+        shift = normal(1) if function == FunctionCode.DERF else None
+        parameters = Parameters(parameters.constant, shift, normal(channels), normal(channels))
     token_constant = None
     if kind.endswith("tokens"):
         token_constant = 3 * normal(rows).square()
@@ -52,7 +48,7 @@ def results_of(kernels: Any, form: Form, call: Call) -> list[Tensor | None]:
     """Return y and all gradients by the kernels."""
     x, parameters, token_constant, grad = call
     y = kernels.forward(form, x, parameters, token_constant)
-    return [y, *kernels.gradients(form, grad, x, parameters, token_constant, (True,) * 7)]
+    return [y, *kernels.gradients(form, grad, x, parameters, token_constant, (True,) * 6)]
 
 
 def expected_of(form: Form, call: Call) -> list[Tensor | None]:
@@ -60,7 +56,7 @@ def expected_of(form: Form, call: Call) -> list[Tensor | None]:
     leaves: list[Any] = []
     for tensor in (call.x, *call.parameters, call.token_constant):
         leaves.append(None if tensor is None else tensor.detach().double().requires_grad_())
-    y = form.definition(leaves[0], Parameters(*leaves[1:6]), leaves[6])
+    y = form.definition(leaves[0], Parameters(*leaves[1:5]), leaves[5])
     present = [leaf for leaf in leaves if leaf is not None]
     found = iter(torch.autograd.grad(y, present, call.grad.double(), materialize_grads=True))
     return [y.detach(), *(None if leaf is None else next(found) for leaf in leaves)]

@@ -26,7 +26,7 @@ def test_product_with_all_parts(
     x, bias, factor = torch.randn(m, k).to(dtype), torch.randn(n), torch.rand(n)
     weight = torch.randn(n, k).to(dtype)
     stored = weight.t().contiguous() if transposed else weight
-    call, form = make(m, n, dtype, "per channel", DYISRU), Form(DYISRU, True, 1.7)
+    call, form = make(m, n, dtype, "all", DYISRU), Form(DYISRU, True, 1.7)
     total, y = torch.empty_like(call.x), torch.empty_like(call.x)
     others = (bias, factor, call.x)
     assert can_multiply(x, stored, call.x)

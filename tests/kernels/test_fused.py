@@ -299,7 +299,7 @@ def test_without_the_pass_a_compiler_takes_the_layer_apart() -> None:
 
 def test_the_op_is_a_proper_operator() -> None:
     x, weight, constant = torch.randn(3, 8), torch.randn(16, 8), torch.ones(1)
-    arguments = (x, weight, False, None, None, None, True, constant, None, None, None, None)
+    arguments = (x, weight, False, None, None, None, True, constant, None, None, None)
     torch.library.opcheck(OP, (*arguments, 0, True, 2.0))
 
 
@@ -323,7 +323,7 @@ def test_the_gradients_of_the_op(transposed: bool) -> None:
     def op(*tensors: Tensor) -> Any:
         x, weight, bias, factor, residual, constant, layer_weight, layer_bias = tensors
         product = (x, weight, transposed, bias, factor, residual, True)
-        return OP(*product, constant, None, None, layer_weight, layer_bias, 0, True, 2.0)
+        return OP(*product, constant, None, layer_weight, layer_bias, 0, True, 2.0)
 
     assert torch.autograd.gradcheck(op, inputs)
 

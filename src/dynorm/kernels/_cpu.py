@@ -1,6 +1,6 @@
 """The family on a CPU: functions over raw tensors that call the C++ kernels, without autograd.
 
-``y = weight * scale * f(x - center) + bias``, with f chosen by number: 0 DyISRU ``u / sqrt(constant
+``y = weight * scale * f(x) + bias``, with f chosen by number: 0 DyISRU ``u / sqrt(constant
 + u^2)``, 1 DyT ``tanh(constant u)``, 2 Derf ``erf(constant u + shift)``, 3 linear ``constant u``. x
 is contiguous, its channels last. With one number T per token each row has its own constant:
 ``constant + T`` for DyISRU, and for the others ``constant / sqrt(1 + ratio constant^2 T)``.
@@ -84,7 +84,7 @@ def gradients(
         else:
             results.append(None)
     # The bias has no part in any gradient, so that it need not be read.
-    arguments = (x, *parameters[:4], None, token_constant, *form, grad, *results)
+    arguments = (x, *parameters[:3], None, token_constant, *form, grad, *results)
     native = _native()
     if native is None or not native.backward(*arguments):
         raise UnfitError

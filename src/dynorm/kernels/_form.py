@@ -41,7 +41,7 @@ DEFINITIONS: dict[int, Callable[..., Tensor]] = {
 # A copy of the package under another name has its operators under that name.
 NAMESPACE = __name__.partition(".")[0]
 # Parameters and Form in the schemas of these operators.
-TENSORS = "Tensor constant, Tensor? shift, Tensor? center, Tensor? weight, Tensor? bias"
+TENSORS = "Tensor constant, Tensor? shift, Tensor? weight, Tensor? bias"
 FORM = "int function, bool logarithmic, float scale"
 # 1 / (beta slope^2): the slope of erf at 0 is 2 / sqrt(pi).
 RATIO_OF_DERF = 4 / torch.pi
@@ -50,13 +50,11 @@ RATIO_OF_DERF = 4 / torch.pi
 class Parameters(NamedTuple):
     """The parameters of a layer, in the order in which all kernels take them.
 
-    The first three have one element, or one per channel; ``weight`` and ``bias`` have one per
-    channel.
+    The first two have one element, ``weight`` and ``bias`` one per channel.
     """
 
     constant: Tensor  # beta, alpha or the slope, as Form.constant reads it
     shift: Tensor | None = None  # only of Derf
-    center: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
 
@@ -97,7 +95,7 @@ class Form(NamedTuple):
         gain: Tensor | None = None,
     ) -> Tensor:
         """Return y by the formula in ``dynorm.functional``, which can be differentiated again."""
-        constant, shift, center, weight, bias = parameters
+        constant, shift, weight, bias = parameters
         assert constant is not None
         constants = [self.constant(constant)]
         if token_constant is not None:
@@ -107,7 +105,7 @@ class Form(NamedTuple):
         return DEFINITIONS[self.function](
             x,
             *constants,
-            center=center,
+            center=None,
             weight=weight,
             bias=bias,
             scale=self.scale,

@@ -1,6 +1,6 @@
 """The op ``dynorm::pointwise``: the kernels of a layer as one operator of torch, with its gradients.
 
-``y = weight * scale * f(x + residual - center) + bias``, with f by its :class:`FunctionCode`. The
+``y = weight * scale * f(x + residual) + bias``, with f by its :class:`FunctionCode`. The
 layers call :func:`pointwise`. In eager mode that goes straight to the kernel, because a trip through
 torch's dispatcher takes longer than the arithmetic of a small input. Training on a CPU under
 torch.compile calls the op; on a GPU it calls only the op of the gradients, and only if x is large.
@@ -221,9 +221,9 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, by_op: bool, *arguments: Any) -> tuple[Tensor, ...]:
-        x, residual, *others = arguments[:8]
+        x, residual, *others = arguments[:7]
         ctx.by_op = by_op
-        ctx.form = arguments[8:]
+        ctx.form = arguments[7:]
         if not by_op:
             results = _values(*arguments)
         elif is_on_gpu(x):
@@ -243,7 +243,7 @@ class _Pointwise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None = None) -> Any:
         tensors = ctx.saved_tensors
         # Of `by_op`, x, the residual and the others.
-        _, need_x, need_residual, *need_others = ctx.needs_input_grad[:9]
+        _, need_x, need_residual, *need_others = ctx.needs_input_grad[:8]
         needed = [need_x or need_residual, *need_others]
         if grad is None:
             grad = torch.zeros_like(tensors[0])
@@ -305,16 +305,16 @@ def require_one_device(x: Tensor, *parameters: Tensor | None) -> None:
 
 def _values(*arguments: Any) -> list[Tensor]:
     """Return the results of the op, by a kernel if one serves."""
-    x, residual, *parameters, token_constant = arguments[:8]
-    form = Form(*arguments[8:])
+    x, residual, *parameters, token_constant = arguments[:7]
+    form = Form(*arguments[7:])
     results = _by_kernel(form, x, residual, parameters, token_constant)
     return _defined(*arguments) if results is None else results
 
 
 def _defined(*arguments: Any) -> list[Tensor]:
     """Return the results of the op by the definition."""
-    x, residual, *parameters, token_constant = arguments[:8]
-    form = Form(*arguments[8:])
+    x, residual, *parameters, token_constant = arguments[:7]
+    form = Form(*arguments[7:])
     total = x if residual is None else x + residual
     defined = form.definition(total, parameters, token_constant)
     y = torch.empty_like(total).copy_(defined)
@@ -326,8 +326,8 @@ def _gradients(*arguments: Any) -> list[Tensor]:
 
     They are the gradients that are needed, of x, of the parameters and of the tokens' numbers.
     """
-    grad, grad_sum, x, *parameters, token_constant = arguments[:9]
-    form, needed = arguments[9:12], arguments[12]
+    grad, grad_sum, x, *parameters, token_constant = arguments[:8]
+    form, needed = arguments[8:11], arguments[11]
     kernels = _kernels_of(x.device.type)
     if kernels is None:
         return plain_gradients(*arguments)
@@ -343,8 +343,8 @@ def _gradients(*arguments: Any) -> list[Tensor]:
 
 def plain_gradients(*arguments: Any) -> list[Tensor]:
     """Return the same by the definition, which can be differentiated again."""
-    grad, grad_sum, *tensors = arguments[:9]
-    form, needed = Form(*arguments[9:12]), arguments[12]
+    grad, grad_sum, *tensors = arguments[:8]
+    form, needed = Form(*arguments[8:11]), arguments[11]
     again = torch.is_grad_enabled()
     inputs: list[Tensor] = []
     with torch.enable_grad():
@@ -357,10 +357,10 @@ def plain_gradients(*arguments: Any) -> list[Tensor]:
                     tensors[place].requires_grad_()
                 inputs.append(tensors[place])
         # The operator, which has no numbers of tokens, lets Inductor sum a constant's gradient by rows.
-        if tensors[6] is None:
-            y = definition(*tensors[:6], *form)
+        if tensors[5] is None:
+            y = definition(*tensors[:5], *form)
         else:
-            y = form.definition(tensors[0], tensors[1:6], tensors[6])
+            y = form.definition(tensors[0], tensors[1:5], tensors[5])
         found = torch.autograd.grad(y, inputs, grad, create_graph=again, materialize_grads=True)
     gradients = list(found)
     if grad_sum is not None and needed[0]:
@@ -376,7 +376,7 @@ def _fake_values(*arguments: Any) -> list[Tensor]:
 
 def _fake_gradients(*arguments: Any) -> list[Tensor]:
     """Return empty gradients."""
-    tensors, needed = arguments[2:9], arguments[12]
+    tensors, needed = arguments[2:8], arguments[11]
     return [torch.empty_like(t) for t, need in zip(tensors, needed, strict=True) if need]
 
 

@@ -36,8 +36,8 @@ class _Product(torch.autograd.Function):
                 x, weight, transposed, product_bias, factor, residual, True, *layer
             )
         ctx.transposed = transposed
-        ctx.form = layer[5:]
-        ctx.save_for_backward(x, weight, product_bias, factor, total, *layer[:5])
+        ctx.form = layer[4:]
+        ctx.save_for_backward(x, weight, product_bias, factor, total, *layer[:4])
         ctx.set_materialize_grads(False)
         return total, y
 
@@ -51,11 +51,11 @@ class _Product(torch.autograd.Function):
         if grad is None:
             grad = torch.zeros_like(total)
         # Of the total, of the parameters, and of numbers of tokens, which there are none of.
-        needed = [True, *need_layer[:5], False]
+        needed = [True, *need_layer[:4], False]
         gradients = backward_op if trains_by_op(total) else plain_gradients
         found = iter(gradients(grad, grad_total, total, *parameters, None, *ctx.form, needed))
         of_total = next(found)
-        of_layer = [next(found) if need else None for need in need_layer[:5]]
+        of_layer = [next(found) if need else None for need in need_layer[:4]]
 
         rows = of_total.reshape(-1, total.shape[-1])
         inputs = x.reshape(-1, x.shape[-1])
@@ -105,7 +105,7 @@ def _compute(*arguments: Any) -> tuple[Tensor, Tensor]:
         if _triton_product.can_multiply(x, weight, pointers[-1]):
             kept = total if keep_total else None
             _triton_product.product(
-                x, weight, transposed, pointers, layer[:5], Form(*layer[5:]), kept, y
+                x, weight, transposed, pointers, layer[:4], Form(*layer[4:]), kept, y
             )
             return total, y
     result = F.linear(x, weight.t() if transposed else weight, product_bias)

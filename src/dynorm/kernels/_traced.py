@@ -16,8 +16,8 @@ _library.define(f"definition(Tensor x, {TENSORS}, {FORM}) -> Tensor")
 
 
 def _definition(x: Tensor, *arguments: Any) -> Tensor:
-    parameters = [_of_rows(x, parameter) for parameter in arguments[:5]]
-    return Form(*arguments[5:]).definition(x, parameters)
+    parameters = [_of_rows(x, parameter) for parameter in arguments[:4]]
+    return Form(*arguments[4:]).definition(x, parameters)
 
 
 def _of_rows(x: Tensor, parameter: Tensor | None) -> Tensor | None:

@@ -38,8 +38,6 @@ class Choices(NamedTuple):
     function: int
     logarithmic: bool
     scale: float
-    # Bits: which parameters have one number per channel.
-    many: int
     channels: int
 
 
@@ -72,7 +70,7 @@ def forward(
     total: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return ``y = weight * scale * f(x + residual - center) + bias`` of x, in one pass.
+    """Return ``y = weight * scale * f(x + residual) + bias`` of x, in one pass.
 
     It is written to ``out`` if that is given, and ``x + residual`` to ``total``, which comes with a
     residual. Both are computed in float32, in float64 for float64, and rounded once to the dtype of
@@ -92,7 +90,7 @@ def forward(
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         forward_kernel[(ceil_divide(x.numel(), _TILE),)](
             *(x, residual, total, y, *parameters, token_constant, x.numel()),
-            FORM=choices(form, parameters, x.shape[-1]),
+            FORM=choices(form, x.shape[-1]),
             BLOCK=_TILE,
             num_warps=4,
         )
@@ -168,12 +166,12 @@ def _backward(
     buffer = torch.empty(size, dtype=x.dtype, device=x.device)
     from dynorm.kernels._triton_kernels import backward_kernel, sum_kernel
 
-    compiled = choices(form, parameters, channels)
+    compiled = choices(form, channels)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         if rows:
             # The bias has no part in any gradient.
             backward_kernel[(chunks * blocks,)](
-                *(grad, x, grad_total, *parameters[:4], token_constant),
+                *(grad, x, grad_total, *parameters[:3], token_constant),
                 *(buffer, partial_offset, rows, chunks),
                 FORM=compiled,
                 WANTED=wanted,
@@ -211,9 +209,8 @@ def fits(x: Tensor, parameters: Numbers, token_constant: Tensor | None) -> bool:
         return False
     for place, parameter in enumerate(parameters):
         # Weight and bias have one number per channel.
-        if parameter is None or (place < _WEIGHT and parameter.shape == (1,)):
-            continue
-        if parameter.shape != x.shape[-1:] or not parameter.is_contiguous():
+        shape = (1,) if place < _WEIGHT else x.shape[-1:]
+        if parameter is not None and not (parameter.shape == shape and parameter.is_contiguous()):
             return False
     if token_constant is None:
         return True
@@ -234,14 +231,10 @@ def _is_dense(x: Tensor) -> bool:
     return x.stride(-1) == 1 and torch.empty_like(x, device="meta").stride() == x.stride()
 
 
-def choices(form: Fields, parameters: Numbers, channels: int) -> Choices:
+def choices(form: Fields, channels: int) -> Choices:
     """Return the choices that a kernel is compiled for."""
-    many = 0
-    for place, parameter in enumerate(parameters):
-        if parameter is None or parameter.numel() == channels:
-            many |= 1 << place
     function, logarithmic, scale = form
-    return Choices(int(function), logarithmic, scale, many, channels)
+    return Choices(int(function), logarithmic, scale, channels)
 
 
 def tile(channels: int) -> tuple[int, int]:

@@ -23,29 +23,21 @@ def compute(values):
 
 
 @triton.jit
-def parameter(
-    pointer,
-    channel,
-    inside,
-    PER_CHANNEL: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    NONE: tl.constexpr = 0.0,
-):
-    """Load a parameter for some channels, or its one number; ``NONE`` for None."""
-    if pointer is None:
-        loaded = tl.full([], NONE, COMPUTE)
-    elif PER_CHANNEL:
-        # 1 outside the channels: 0 would be divided by.
-        loaded = tl.load(pointer + channel, inside, other=1.0).to(COMPUTE)
-    else:
-        loaded = tl.load(pointer).to(COMPUTE)
-    return loaded
+def by_channel(pointer, channel, inside, COMPUTE: tl.constexpr):
+    """Load a parameter for some channels."""
+    return tl.load(pointer + channel, inside, other=0.0).to(COMPUTE)
 
 
 @triton.jit
-def constant_of(pointer, channel, inside, COMPUTE: tl.constexpr, FORM: tl.constexpr):
+def shift_of(pointer, COMPUTE: tl.constexpr):
+    """Load the shift; 0 for None."""
+    return tl.full([], 0.0, COMPUTE) if pointer is None else tl.load(pointer).to(COMPUTE)
+
+
+@triton.jit
+def constant_of(pointer, COMPUTE: tl.constexpr, FORM: tl.constexpr):
     """Load the constant as the functions take it, which may be stored as log(beta)."""
-    constant = parameter(pointer, channel, inside, FORM.many & 1, COMPUTE)
+    constant = tl.load(pointer).to(COMPUTE)
     if FORM.logarithmic:
         constant = tl.exp(constant * (-0.5 if FORM.function == 3 else 1.0))
     return constant

@@ -1,8 +1,8 @@
 """The family as Triton kernels: forward, backward, and the sums of the parameters' gradients.
 
 Compile-time choices are the parameters that exist, ``FORM`` (a :class:`dynorm.kernels._triton.Choices`)
-and ``WANTED``, whose bits say which gradients are wanted: of x, of constant, shift, center, weight
-and bias, and of the tokens' numbers.
+and ``WANTED``, whose bits say which gradients are wanted: of x, of constant, shift, weight and bias,
+and of the tokens' numbers.
 """
 
 # Triton's language has Python's syntax, not its types, and its constants are in capitals.
@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 
 from dynorm.kernels._triton_functions import (
+    by_channel,
     by_total,
     compute,
     constant_of,
     derivatives,
     of_token,
-    parameter,
+    shift_of,
     value,
 )
 
@@ -31,7 +32,6 @@ def forward_kernel(
     y_ptr,
     constant_ptr,
     shift_ptr,
-    center_ptr,
     weight_ptr,
     bias_ptr,
     token_ptr,
@@ -39,7 +39,7 @@ def forward_kernel(
     FORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute ``BLOCK`` elements of ``y = weight * scale * f(x + residual - center) + bias``.
+    """Compute ``BLOCK`` elements of ``y = weight * scale * f(x + residual) + bias``.
 
     With a residual, ``x + residual`` is stored too.
     """
@@ -62,28 +62,25 @@ def forward_kernel(
         tl.store(total_ptr + start + index, x, mask)
     if token_ptr is not None:
         token_ptr += start // CHANNELS + place // CHANNELS
-    parameters = (constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr, token_ptr)
+    parameters = (constant_ptr, shift_ptr, weight_ptr, bias_ptr, token_ptr)
     tl.store(y_ptr + start + index, layer_of(x, parameters, channel, mask, FORM), mask)
 
 
 @triton.jit
 def layer_of(x, parameters, channel, mask, FORM: tl.constexpr):
-    """Return ``weight * scale * f(x - center) + bias`` in the dtype of x."""
-    constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr, token_ptr = parameters
+    """Return ``weight * scale * f(x) + bias`` in the dtype of x."""
+    constant_ptr, shift_ptr, weight_ptr, bias_ptr, token_ptr = parameters
     COMPUTE: tl.constexpr = compute(x)
-    u = x.to(COMPUTE)
-    if center_ptr is not None:
-        u -= parameter(center_ptr, channel, mask, FORM.many & 4, COMPUTE)
-    constant = constant_of(constant_ptr, channel, mask, COMPUTE, FORM)
+    constant = constant_of(constant_ptr, COMPUTE, FORM)
     if token_ptr is not None:
         constant, _ = of_token(constant, token_ptr, mask, FORM.function)
-    shift = parameter(shift_ptr, channel, mask, FORM.many & 2, COMPUTE)
-    y = value(u, constant, shift, FORM.function, x.dtype.primitive_bitwidth < 32)
+    shift = shift_of(shift_ptr, COMPUTE)
+    y = value(x.to(COMPUTE), constant, shift, FORM.function, x.dtype.primitive_bitwidth < 32)
     y *= tl.full([], FORM.scale, COMPUTE)
     if weight_ptr is not None:
-        y *= parameter(weight_ptr, channel, mask, True, COMPUTE)
+        y *= by_channel(weight_ptr, channel, mask, COMPUTE)
     if bias_ptr is not None:
-        y += parameter(bias_ptr, channel, mask, True, COMPUTE)
+        y += by_channel(bias_ptr, channel, mask, COMPUTE)
     return y.to(x.dtype)
 
 
@@ -94,7 +91,6 @@ def backward_kernel(
     grad_total_ptr,
     constant_ptr,
     shift_ptr,
-    center_ptr,
     weight_ptr,
     token_ptr,
     buffer_ptr,
@@ -109,7 +105,7 @@ def backward_kernel(
     """Compute the gradient of x in every ``chunks``-th tile of some channels, and their sums.
 
     The buffer begins with the gradient of x; partial sums follow at ``partial_offset``, in float32 or
-    float64: first, for each of the five parameters, ``(chunks, channels)``, or one number per
+    float64: first, for each of the four parameters, ``(chunks, channels)``, or one number per
     program; then the tokens' ``(blocks, rows)``.
     """
     FUNCTION: tl.constexpr = FORM.function
@@ -123,18 +119,19 @@ def backward_kernel(
     block = program % BLOCKS
     channel = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
     inside = channel < CHANNELS
-    constant = constant_of(constant_ptr, channel, inside, COMPUTE, FORM)
-    shift = parameter(shift_ptr, channel, inside, FORM.many & 2, COMPUTE)
-    center = parameter(center_ptr, channel, inside, FORM.many & 4, COMPUTE)
+    constant = constant_of(constant_ptr, COMPUTE, FORM)
+    shift = shift_of(shift_ptr, COMPUTE)
     scale = tl.full([], FORM.scale, COMPUTE)
-    gain = scale * parameter(weight_ptr, channel, inside, True, COMPUTE, 1.0)
+    gain = scale
+    if weight_ptr is not None:
+        gain *= by_channel(weight_ptr, channel, inside, COMPUTE)
 
     region = chunks.to(tl.int64) * CHANNELS
 
     # One sum per element of the tile, added up after the last step: no exchange between threads
     # on the way. Those that are not wanted are never added to, and take no registers.
     zeros = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
-    sum_constant, sum_shift, sum_slope, sum_value, sum_grad = zeros, zeros, zeros, zeros, zeros
+    sum_constant, sum_shift, sum_value, sum_grad = zeros, zeros, zeros, zeros
     # The next tiles are on their way while this one is computed.
     for step in tl.range(chunk, tl.cdiv(rows, BLOCK_ROWS), chunks, num_stages=3):
         row = step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
@@ -143,16 +140,14 @@ def backward_kernel(
         offset = row.to(tl.int64) * CHANNELS + channel
         grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
         u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
-        if center_ptr is not None:
-            u -= center
         of_row = constant
         if token_ptr is not None:
             of_row, root = of_token(constant, token_ptr + row, row < rows, FUNCTION)
         # Computed again from x, because f was not saved.
         f, slope, by_constant, by_shift = derivatives(u, of_row, shift, FUNCTION, NARROW)
-        if WANTED & 64:
+        if WANTED & 32:
             by_this = grad * (gain * by_total(by_constant, of_row, FUNCTION))
-            target = partial_ptr + 5 * region + block.to(tl.int64) * rows + row
+            target = partial_ptr + 4 * region + block.to(tl.int64) * rows + row
             tl.store(target, tl.sum(by_this, 1, keep_dims=True), row < rows)
         if token_ptr is not None:
             by_constant = by_constant * (root * root * root)
@@ -166,10 +161,8 @@ def backward_kernel(
         if WANTED & 4:
             sum_shift += grad * by_shift
         if WANTED & 8:
-            sum_slope += grad * slope
-        if WANTED & 16:
             sum_value += grad * f
-        if WANTED & 32:
+        if WANTED & 16:
             sum_grad += grad
 
     # Weight, scale and beta do not vary along a sum: they are multiplied in once.
@@ -177,32 +170,16 @@ def backward_kernel(
         # d beta = beta d log(beta); d slope = -slope / 2 d log(beta).
         sum_constant *= constant * (-0.5 if FUNCTION == 3 else 1.0)
     if WANTED & 2:
-        store_sum(
-            partial_ptr, sum_constant * gain, chunk, program, channel, FORM.many & 1, CHANNELS
-        )
+        tl.store(partial_ptr + program, tl.sum(sum_constant * gain))
     if WANTED & 4:
-        target = partial_ptr + region
-        store_sum(target, sum_shift * gain, chunk, program, channel, FORM.many & 2, CHANNELS)
+        tl.store(partial_ptr + region + program, tl.sum(sum_shift * gain))
+    columns = chunk * CHANNELS + channel
     if WANTED & 8:
-        target = partial_ptr + 2 * region
-        store_sum(target, -sum_slope * gain, chunk, program, channel, FORM.many & 4, CHANNELS)
+        by_weight = tl.sum(sum_value * scale, 0, keep_dims=True)
+        tl.store(partial_ptr + 2 * region + columns, by_weight, inside)
     if WANTED & 16:
-        target = partial_ptr + 3 * region
-        store_sum(target, sum_value * scale, chunk, program, channel, True, CHANNELS)
-    if WANTED & 32:
-        store_sum(partial_ptr + 4 * region, sum_grad, chunk, program, channel, True, CHANNELS)
-
-
-@triton.jit
-def store_sum(
-    target, sums, chunk, program, channel, PER_CHANNEL: tl.constexpr, CHANNELS: tl.constexpr
-):
-    """Store the sums of a tile's columns, or the one of all its elements."""
-    columns = tl.sum(sums, 0, keep_dims=True)
-    if PER_CHANNEL:
-        tl.store(target + chunk * CHANNELS + channel, columns, channel < CHANNELS)
-    else:
-        tl.store(target + program, tl.sum(columns))
+        by_bias = tl.sum(sum_grad, 0, keep_dims=True)
+        tl.store(partial_ptr + 3 * region + columns, by_bias, inside)
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])
@@ -227,9 +204,9 @@ def sum_kernel(
     COMPUTE: tl.constexpr = compute(buffer_ptr)
     kind = tl.program_id(1)
     parts, numbers = chunks, CHANNELS
-    if (FORM.many >> kind) & 1 == 0:
+    if kind < 2:
         parts, numbers = chunks * BLOCKS, 1
-    if kind == 5:
+    if kind == 4:
         parts, numbers = BLOCKS, rows
     first = tl.program_id(0) * BLOCK_NUMBERS
     if ((WANTED >> (kind + 1)) & 1 == 1) & (first < numbers):

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dynorm.kernels._form import Fields, Numbers
 from dynorm.kernels._triton import ceil_divide, choices, processors
-from dynorm.kernels._triton_functions import parameter
+from dynorm.kernels._triton_functions import by_channel
 from dynorm.kernels._triton_kernels import layer_of
 
 # The elements of a tile that are finished together.
@@ -118,7 +118,7 @@ def product(
             TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]),
             TensorDescriptor.from_tensor(weight, block),
             *(*pointers, *parameters, total, y, rows, depth),
-            FORM=choices(form, parameters, channels),
+            FORM=choices(form, channels),
             TRANSPOSED=transposed,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.columns,
@@ -137,7 +137,6 @@ def product_kernel(
     residual_ptr,
     constant_ptr,
     shift_ptr,
-    center_ptr,
     weight_ptr,
     bias_ptr,
     total_ptr,
@@ -175,7 +174,7 @@ def product_kernel(
             total = tl.dot(left, right, total)
 
         pointers = (product_bias_ptr, factor_ptr, residual_ptr, total_ptr, y_ptr)
-        parameters = (constant_ptr, shift_ptr, center_ptr, weight_ptr, bias_ptr, None)
+        parameters = (constant_ptr, shift_ptr, weight_ptr, bias_ptr, None)
         finish_parts(total, m, n, rows, pointers, parameters, FORM)
 
 
@@ -206,9 +205,9 @@ def finish(total, m, n, rows, pointers, parameters, FORM: tl.constexpr):
     start = m.to(tl.int64) * FORM.channels + n
     offset = row * FORM.channels + column
     if product_bias_ptr is not None:
-        total += parameter(product_bias_ptr, channel, inside, True, tl.float32)
+        total += by_channel(product_bias_ptr, channel, inside, tl.float32)
     if factor_ptr is not None:
-        total *= parameter(factor_ptr, channel, inside, True, tl.float32)
+        total *= by_channel(factor_ptr, channel, inside, tl.float32)
     if residual_ptr is not None:
         total += tl.load(residual_ptr + start + offset, mask, other=0.0).to(tl.float32)
     # Rounded first, so that y is the function of the total that is returned.

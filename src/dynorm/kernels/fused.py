@@ -63,14 +63,14 @@ class FuseProducts(CustomGraphPass):
             if _value(layer) is not None:
                 _fuse(graph, layer, total, sums, layer.args[1:])
         for call in graph.find_nodes(op="call_function", target=_pointwise):
-            x, residual, *parameters, token_constant = call.args[:8]
+            x, residual, *parameters, token_constant = call.args[:7]
             results = {node.args[1]: node for node in call.users}
             total, sums = results.get(1), [(x, residual), (residual, x)]
             if residual is None:
                 total = _source(x)
                 sums = _operands(total, total, _ADDITIONS)
             if token_constant is None and total is not None and 0 in results:
-                _fuse(graph, results[0], total, sums, (*parameters, *call.args[8:]))
+                _fuse(graph, results[0], total, sums, (*parameters, *call.args[7:]))
         # Something may have used a sum before its layer did.
         stable_topological_sort(graph)
 

@@ -74,7 +74,7 @@ class PointwiseModule(nn.Module):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if cls.constants:
-            cls.numbers = (cls.constants[0], "shift", "center", "weight", "bias", "log_gain")
+            cls.numbers = (cls.constants[0], "shift", "weight", "bias", "log_gain")
 
     @property
     def normalized_shape(self) -> tuple[int]:
@@ -111,7 +111,7 @@ class PointwiseModule(nn.Module):
         parameters = [stored.get(name) for name in self.numbers]
         log_gain = parameters.pop()
         if self.weight_offset:
-            parameters[3] = self.factor()
+            parameters[2] = self.factor()
         return parameters, log_gain
 
     def initial_constants(self) -> dict[str, float]:

@@ -180,7 +180,7 @@ class PointwiseNorm(PointwiseModule):
         if torch.compiler.is_compiling() and not is_exporting():
             # One operator, which a pass may find before it is taken apart.
             return kernels.definition(x, *parameters, *form)
-        constant, _, _, weight, bias = parameters
+        constant, _, weight, bias = parameters
         assert constant is not None
         y = self.f(upcast(x), form.constant(constant))
         y = y * (self.scale if weight is None else upcast(weight) * self.scale)

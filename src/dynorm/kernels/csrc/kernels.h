@@ -116,42 +116,33 @@ __attribute__((always_inline)) inline void along(std::int64_t n, const Body& bod
   }
 }
 
-// The parameters at place j of the row; one number for all channels is broadcast once, outside the loop. Whether there is
-// one is the layout, a template argument: asked for each vector, it would cost as much as the function.
-template <class C, int kLayout>
+// The parameters at place j of the row; those of one number are broadcast once, outside the loop.
+template <class C>
 struct Parameters {
   using Number = typename C::Number;
   using Vector = typename C::Vector;
   const Row& row;
-  Vector constant_ = one(row.constant), shift_ = one(row.shift), center_ = one(row.center);
+  Vector constant = one(row.constant), shift = one(row.shift);
 
   static Vector one(const void* p) { return C::splat_of(*(const Number*)p); }
   static Vector many(const void* p, std::int64_t j) { return load((const Number*)p + j); }
-  Vector constant(std::int64_t j) const { return kLayout == kPerChannel ? many(row.constant, j) : constant_; }
-  Vector shift(std::int64_t j) const { return kLayout == kPerChannel ? many(row.shift, j) : shift_; }
-  Vector center(std::int64_t j) const { return kLayout == kPerChannel ? many(row.center, j) : center_; }
-  Vector centered(Vector x, std::int64_t j) const { return kLayout == kNoCenter ? x : x - center(j); }
   Vector gain(std::int64_t j) const { return many(row.gain, j); }
   Vector bias(std::int64_t j) const { return many(row.bias, j); }
   Vector slope_gain(std::int64_t j) const { return many(row.slope_gain, j); }
 };
 
-template <int F, class T, class Given>
-__attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::int64_t n, const Given& p,
+template <int F, class T, class C = typename ComputedIn<T>::Type>
+__attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::int64_t n, const Parameters<C>& p,
                                                        bool streamed) {
-  using C = typename ComputedIn<T>::Type;
   using Vector = typename C::Vector;
   constexpr int kAtOnce = kSideBySide<F, C>;
   constexpr std::int64_t step = kAtOnce * C::lanes;
   std::int64_t j = 0;
   for (; j + step <= n; j += step) {
-    Vector u[kAtOnce], constant[kAtOnce], shift[kAtOnce], f[kAtOnce];
-    for (int k = 0; k < kAtOnce; ++k) {
-      const std::int64_t i = j + k * C::lanes;
-      u[k] = p.centered(load(x + i), i), constant[k] = p.constant(i), shift[k] = p.shift(i);
-    }
+    Vector u[kAtOnce], constant[kAtOnce], f[kAtOnce];
+    for (int k = 0; k < kAtOnce; ++k) u[k] = load(x + j + k * C::lanes), constant[k] = p.constant;
     add_squares<F>(u, constant);
-    for (int k = 0; k < kAtOnce; ++k) f[k] = value_of<F, T>(u[k], constant[k], shift[k]);
+    for (int k = 0; k < kAtOnce; ++k) f[k] = value_of<F, T>(u[k], constant[k], p.shift);
     for (int k = 0; k < kAtOnce; ++k) f[k] = C::muladd(f[k], p.gain(j + k * C::lanes), p.bias(j + k * C::lanes));
     if (streamed) {
       for (int k = 0; k < kAtOnce; ++k) stream(y + j + k * C::lanes, f[k]);
@@ -162,19 +153,19 @@ __attribute__((always_inline)) inline void forward_row(const T* x, T* y, std::in
     }
   }
   auto one = [&](Vector a) {
-    Vector u[1] = {p.centered(a, j)}, constant[1] = {p.constant(j)};
+    Vector u[1] = {a}, constant[1] = {p.constant};
     add_squares<F>(u, constant);
-    return C::muladd(value_of<F, T>(u[0], constant[0], p.shift(j)), p.gain(j), p.bias(j));
+    return C::muladd(value_of<F, T>(u[0], constant[0], p.shift), p.gain(j), p.bias(j));
   };
   for (; j + C::lanes <= n; j += C::lanes) store(y + j, one(load(x + j)));
   if (j < n) store_some<C>(y + j, n - j, one(load_some<C>(x + j, n - j)));
 }
 
-template <int F, class T, int kLayout>
+template <int F, class T>
 void forward(const void* x_, void* y_, std::int64_t rows, std::int64_t channels, const Row& row, bool streamed) {
   const T* x = (const T*)x_;
   T* y = (T*)y_;
-  const Parameters<typename ComputedIn<T>::Type, kLayout> p{row};
+  const Parameters<typename ComputedIn<T>::Type> p{row};
   for (std::int64_t i = 0; i < rows * channels; i += channels) {
     if (streamed) {
       forward_row<F, T>(x + i, y + i, channels, p, true);
@@ -201,33 +192,31 @@ __attribute__((always_inline)) inline void step(Vector (&u)[kCount], Vector (&gr
     sums.at[kSumGrad] = sums.at[kSumGrad] + grad[k];
     sums.at[kSumValue] = C::muladd(d.left, d.right, sums.at[kSumValue]);
     sums.at[kSumMoment] = C::muladd(d.sloped, d.arm, sums.at[kSumMoment]);
-    sums.at[kSumSlope] = sums.at[kSumSlope] + d.sloped;
+    if constexpr (number_of_sums(F) > kSumShift) sums.at[kSumShift] = sums.at[kSumShift] + d.sloped;
     grad[k] = d.sloped * slope_gain;
   }
 }
 
 // Some rows side by side: each is read and written in order, and few are open at a time.
-template <int F, class T, int kLayout, int kRowsTogether>
+template <int F, class T, int kRowsTogether, class C = typename ComputedIn<T>::Type>
 __attribute__((always_inline)) inline void backward_some(const T* x, const T* grad, T* grad_x, std::int64_t n,
-                                                         const Parameters<typename ComputedIn<T>::Type, kLayout>& p,
-                                                         typename ComputedIn<T>::Type::Number* sums,
+                                                         const Parameters<C>& p, typename C::Number* sums,
                                                          std::int64_t padded) {
-  using C = typename ComputedIn<T>::Type;
   using Vector = typename C::Vector;
   along<C, T>(n, [&](std::int64_t j, auto read, auto write) __attribute__((always_inline)) {
     Vector u[kRowsTogether], g[kRowsTogether], constant[kRowsTogether];
     for (int k = 0; k < kRowsTogether; ++k) {
-      u[k] = p.centered(read(x + k * n + j), j), g[k] = read(grad + k * n + j), constant[k] = p.constant(j);
+      u[k] = read(x + k * n + j), g[k] = read(grad + k * n + j), constant[k] = p.constant;
     }
     Sums<Vector> here;
-    for (int s = 0; s < kSums; ++s) here.at[s] = sums ? load(sums + s * padded + j) : C::splat_of(0);
-    step<F, C>(u, g, constant, p.shift(j), p.slope_gain(j), here);
-    for (int s = 0; sums && s < kSums; ++s) store(sums + s * padded + j, here.at[s]);
+    for (int s = 0; s < number_of_sums(F); ++s) here.at[s] = sums ? load(sums + s * padded + j) : C::splat_of(0);
+    step<F, C>(u, g, constant, p.shift, p.slope_gain(j), here);
+    for (int s = 0; sums && s < number_of_sums(F); ++s) store(sums + s * padded + j, here.at[s]);
     for (int k = 0; grad_x && k < kRowsTogether; ++k) write(grad_x + k * n + j, g[k]);
   });
 }
 
-template <int F, class T, int kLayout>
+template <int F, class T>
 void backward(const void* x_, const void* grad_, void* grad_x_, std::int64_t rows, std::int64_t channels,
               const Row& row_, void* sums_, std::int64_t padded) {
   using C = typename ComputedIn<T>::Type;
@@ -235,30 +224,23 @@ void backward(const void* x_, const void* grad_, void* grad_x_, std::int64_t row
   const T *x = (const T*)x_, *grad = (const T*)grad_;
   T* grad_x = (T*)grad_x_;
   auto* sums = (typename C::Number*)sums_;
-  const Parameters<C, kLayout> p{row_};
+  const Parameters<C> p{row_};
   std::int64_t row = 0;
   auto to = [&](std::int64_t i) { return grad_x ? grad_x + i : grad_x; };
   for (; row + kRowsTogether <= rows; row += kRowsTogether) {
     const std::int64_t i = row * channels;
-    backward_some<F, T, kLayout, kRowsTogether>(x + i, grad + i, to(i), channels, p, sums, padded);
+    backward_some<F, T, kRowsTogether>(x + i, grad + i, to(i), channels, p, sums, padded);
   }
   for (; row < rows; ++row) {
     const std::int64_t i = row * channels;
-    backward_some<F, T, kLayout, 1>(x + i, grad + i, to(i), channels, p, sums, padded);
+    backward_some<F, T, 1>(x + i, grad + i, to(i), channels, p, sums, padded);
   }
-}
-
-template <int F, class T, int kLayout>
-void fill_layout(Kernels& table, Dtype dtype) {
-  table.forward[F][dtype][kLayout] = forward<F, T, kLayout>;
-  table.backward[F][dtype][kLayout] = backward<F, T, kLayout>;
 }
 
 template <int F, class T>
 void fill(Kernels& table, Dtype dtype) {
-  fill_layout<F, T, kNoCenter>(table, dtype);
-  fill_layout<F, T, kOneConstant>(table, dtype);
-  fill_layout<F, T, kPerChannel>(table, dtype);
+  table.forward[F][dtype] = forward<F, T>;
+  table.backward[F][dtype] = backward<F, T>;
 }
 
 template <int F = 0>

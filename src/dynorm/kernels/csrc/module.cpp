@@ -35,7 +35,7 @@ const Kernels* best() {
 // Given once by `connect`.
 dynorm::Torch torch{};
 
-// The tensors x, constant, shift, center, weight, bias and the numbers of tokens; then function, logarithmic, scale.
+// The tensors x, constant, shift, weight, bias and the numbers of tokens; then function, logarithmic, scale.
 constexpr Py_ssize_t kNumbers = 1, kForm = kNumbers + dynorm::kRoles, kProblemArguments = kForm + 3;
 
 // A call as the kernels take it, if the reader finds that it fits.

@@ -17,14 +17,10 @@ Number number(T a) {
 template <class Number, class T, class Convert>
 void convert_all(const Numbers& from, std::int64_t count, Number* to, Convert convert) {
   const T* values = static_cast<const T*>(from.data);
-  if (!from.per_channel) {
-    std::fill(to, to + count, number<Number>(convert(values[0])));
-    return;
-  }
   for (std::int64_t c = 0; c < count; ++c) to[c] = number<Number>(convert(values[c]));
 }
 
-// `count` numbers, converted; the one there is again and again, or `otherwise` where there is none.
+// `count` numbers, converted; `otherwise` where there are none.
 template <class Number>
 void read_all(const Numbers& from, std::int64_t count, double otherwise, Number* to) {
   if (from.data == nullptr) {
@@ -80,11 +76,10 @@ inline void put(const Numbers& to, std::int64_t i, double value) {
   }
 }
 
-// Puts value(c) for each channel, or the sum of all where there is one number; nothing where there is none.
+// Puts value(c) for each channel; nothing where it is not wanted.
 template <class Value>
 void put_all(const Numbers& to, std::int64_t channels, const Value& value) {
   if (to.data == nullptr) return;
-  if (!to.per_channel) return put(to, 0, sum_of(channels, value));
   if (to.dtype == kFloat32) {
     // A loop of its own, for most are.
     float* numbers = static_cast<float*>(to.data);

@@ -71,7 +71,7 @@ bool is_usual(Number constant, bool backward) {
   return constant >= 0x1p-60 && constant <= (backward ? 0x1p60 : 0x1p100);
 }
 
-enum Place { kAtConstant, kAtShift, kAtCenter, kAtGain, kAtBias, kAtSlopeGain, kPlaces };
+enum Place { kAtGain, kAtBias, kAtSlopeGain, kPlaces };
 
 // The parameters in the type that is computed in, laid out for the kernels.
 template <class Number>
@@ -79,13 +79,11 @@ struct Plan {
   const Problem& problem;
   const bool backward;
   int function;
-  bool constants_differ;
   std::int64_t padded;  // the last vector of a row is read whole
-  Number* at[kPlaces];  // one number per channel; of the first three maybe one in all
+  Number constant, shift;
+  Number* at[kPlaces];
 
   Plan(const Problem& given, bool is_backward) : problem(given), backward(is_backward), function(given.function) {
-    const Numbers* p = given.parameters;
-    constants_differ = p[kConstant].per_channel || p[kShift].per_channel || p[kCenter].per_channel;
     padded = round_up(given.channels, kWidest);
     static thread_local Buffer<Number> buffer;
     Number* start = buffer.of(kPlaces * padded);
@@ -95,18 +93,10 @@ struct Plan {
   }
 
   void read_constants() {
-    const Numbers* p = problem.parameters;
-    read_all(p[kConstant], constants(), 1, at[kAtConstant]);
-    read_all(p[kShift], constants(), 0, at[kAtShift]);
-    read_all(p[kCenter], constants(), 0, at[kAtCenter]);
-    Number* constant = at[kAtConstant];
-    for (std::int64_t c = 0; problem.logarithmic && c < constants(); ++c) {
-      constant[c] = std::exp(problem.function == kLinear ? Number{-0.5} * constant[c] : constant[c]);
-    }
-    // One constant out of range, and all take the slow way: a question per element would cost more than is saved.
-    for (std::int64_t c = 0; problem.function == kDyisru && c < constants(); ++c) {
-      if (!is_usual(constant[c], backward)) function = kDyisruWide;
-    }
+    read_all(problem.parameters[kConstant], 1, 1, &constant);
+    read_all(problem.parameters[kShift], 1, 0, &shift);
+    if (problem.logarithmic) constant = std::exp(problem.function == kLinear ? Number{-0.5} * constant : constant);
+    if (problem.function == kDyisru && !is_usual(constant, backward)) function = kDyisruWide;
   }
 
   void read_affine() {
@@ -117,28 +107,20 @@ struct Plan {
     read_all(problem.parameters[kBias], channels, -0.0, at[kAtBias]);
     const Number scale = static_cast<Number>(problem.scale);
     for (std::int64_t c = 0; c < channels; ++c) gain[c] *= scale;
-    if (backward) set_slope_gain(function, at[kAtConstant], at[kAtSlopeGain]);
+    if (backward) set_slope_gain(function, constant, at[kAtSlopeGain]);
     for (std::int64_t c = channels; c < padded; ++c) {
       for (Number* place : at) place[c] = 1;
     }
   }
 
   // The wide DyISRU's slope has its constant in it.
-  void set_slope_gain(int of, const Number* constant, Number* slope_gain) const {
+  void set_slope_gain(int of, Number factor, Number* slope_gain) const {
     const Number* gain = at[kAtGain];
-    for (std::int64_t c = 0; c < problem.channels; ++c) {
-      slope_gain[c] = of == kDyisruWide ? gain[c] : gain[c] * constant[constants_differ ? c : 0];
-    }
+    for (std::int64_t c = 0; c < problem.channels; ++c) slope_gain[c] = of == kDyisruWide ? gain[c] : gain[c] * factor;
   }
 
-  std::int64_t constants() const { return constants_differ ? problem.channels : 1; }
-  Number constant_of(std::int64_t c) const { return at[kAtConstant][constants_differ ? c : 0]; }
   bool has_tokens() const { return problem.parameters[kToken].data != nullptr; }
-  int layout() const {
-    if (constants_differ) return kPerChannel;
-    return problem.parameters[kCenter].data == nullptr ? kNoCenter : kOneConstant;
-  }
-  Row row() const { return {at[0], at[1], at[2], at[3], at[4], at[5]}; }
+  Row row() const { return {&constant, &shift, at[kAtGain], at[kAtBias], at[kAtSlopeGain]}; }
 };
 
 // The parameters of one token with its number T.
@@ -147,10 +129,8 @@ class Token {
  public:
   explicit Token(const Plan<Number>& given) : plan(given), function(given.function) {
     static thread_local Buffer<Number> buffer;
-    constant = buffer.of(3 * plan.padded);
-    slope_gain = constant + plan.padded;
-    cube = slope_gain + plan.padded;
-    std::fill(constant, constant + 3 * plan.padded, Number{1});
+    slope_gain = buffer.of(plan.padded);
+    std::fill(slope_gain, slope_gain + plan.padded, Number{1});
   }
 
   void set(std::int64_t token) {
@@ -165,28 +145,24 @@ class Token {
 
   Row row() const {
     Row row = plan.row();
-    row.constant = constant;
+    row.constant = &constant;
     row.slope_gain = slope_gain;
     return row;
   }
 
   // From the sums of this row to those of all rows; returns the gradient of T.
   double add_sums(const Number* sums, double* totals) const {
-    const bool is_dyisru = plan.problem.function == kDyisru;
     const std::int64_t padded = plan.padded;
-    const Number *gain = plan.at[kAtGain], *moment = sums + kSumMoment * padded, *slope = sums + kSumSlope * padded;
-    double gradient = 0;
-    for (std::int64_t c = 0; c < plan.problem.channels; ++c) {
-      const std::int64_t k = plan.constants_differ ? c : 0;
-      const double own = constant[k];
-      totals[kSumGrad * padded + c] += sums[kSumGrad * padded + c];
-      totals[kSumValue * padded + c] += sums[kSumValue * padded + c];
-      totals[kSumMoment * padded + c] += cube[k] * moment[c];
-      totals[kSumSlope * padded + c] += (function == kDyisruWide ? 1 : own) * slope[c];
-      totals[kSums * padded + c] += slope[c];
-      gradient += (is_dyisru ? 1 : ratio() * own * own * own) * gain[c] * moment[c];
+    const Number *gain = plan.at[kAtGain], *moment = sums + kSumMoment * padded;
+    for (int kind = 0; kind < number_of_sums(function); ++kind) {
+      const double factor = kind == kSumMoment ? cube : 1;
+      for (std::int64_t i = kind * padded; i < (kind + 1) * padded; ++i) totals[i] += factor * sums[i];
     }
-    return -0.5 * gradient;
+    double gradient = 0;
+    for (std::int64_t c = 0; c < plan.problem.channels; ++c) gradient += gain[c] * moment[c];
+    const double own = constant;
+    const bool is_dyisru = plan.problem.function == kDyisru;
+    return -0.5 * gradient * (is_dyisru ? 1 : ratio() * own * own * own);
   }
 
   int function_of_row() const { return function; }
@@ -198,26 +174,22 @@ class Token {
   void add(double total) {
     // An infinite constant has no slope, but its quotients would be NaN.
     const Number largest = std::numeric_limits<Number>::max();
-    function = kDyisru;
-    for (std::int64_t c = 0; c < plan.constants(); ++c) {
-      const Number sum = static_cast<Number>(plan.at[kAtConstant][c] + total);
-      constant[c] = plan.backward && sum > largest ? largest : sum;
-      if (!is_usual(constant[c], plan.backward)) function = kDyisruWide;
-    }
+    const Number sum = static_cast<Number>(plan.constant + total);
+    constant = plan.backward && sum > largest ? largest : sum;
+    function = is_usual(constant, plan.backward) ? kDyisru : kDyisruWide;
   }
 
   void divide(double total) {
-    for (std::int64_t c = 0; c < plan.constants(); ++c) {
-      const double own = plan.at[kAtConstant][c], root = 1 / std::sqrt(1 + ratio() * own * own * total);
-      constant[c] = static_cast<Number>(own * root);
-      cube[c] = static_cast<Number>(root * root * root);
-    }
+    const double own = plan.constant, root = 1 / std::sqrt(1 + ratio() * own * own * total);
+    constant = static_cast<Number>(own * root);
+    cube = root * root * root;
   }
 
   const Plan<Number>& plan;
   int function;
-  Number *constant, *slope_gain;
-  Number* cube;  // the derivative of the token's constant by the layer's
+  Number constant;
+  double cube = 1;  // the derivative of the token's constant by the layer's
+  Number* slope_gain;
 };
 
 const char* offset(const void* p, std::int64_t bytes) { return static_cast<const char*>(p) + bytes; }
@@ -230,7 +202,7 @@ void forward_as(const Kernels& kernels, const Problem& problem, void* y) {
   const bool aligned = reinterpret_cast<std::uintptr_t>(y) % 64 == 0 && row_bytes % 64 == 0;
   const bool streamed = aligned && problem.rows * row_bytes >= kStreamedBytes;
   auto run = [&](int function, std::int64_t begin, std::int64_t end, const Row& row) {
-    const Forward kernel = kernels.forward[function][problem.dtype][plan.layout()];
+    const Forward kernel = kernels.forward[function][problem.dtype];
     const std::int64_t at = begin * row_bytes;
     kernel(offset(problem.x, at), offset(y, at), end - begin, channels, row, streamed);
   };
@@ -244,24 +216,19 @@ void forward_as(const Kernels& kernels, const Problem& problem, void* y) {
   });
 }
 
-// The sums of the kernels, and one more for tokens: g times the slope without the token's constant.
-constexpr int kTotals = kSums + 1;
-using Totals = std::vector<double>[kTotals];
+using Totals = std::vector<double>[kSums];
 
 // The sums that gradients are made of.
 struct Wanted {
-  bool total[kTotals];
+  bool total[kSums];
 
   Wanted(const Problem& problem, const Numbers (&gradients)[kRoles]) {
-    const bool has_tokens = problem.parameters[kToken].data != nullptr;
-    const bool shift = problem.function == kDerf && gradients[kShift].data != nullptr;
     total[kSumGrad] = gradients[kBias].data != nullptr;
     total[kSumValue] = gradients[kWeight].data != nullptr;
     total[kSumMoment] = gradients[kConstant].data != nullptr || gradients[kToken].data != nullptr;
-    total[kSumSlope] = gradients[kCenter].data != nullptr || (shift && !has_tokens);
-    total[kSums] = shift && has_tokens;
+    total[kSumShift] = problem.function == kDerf && gradients[kShift].data != nullptr;
   }
-  bool any() const { return std::find(total, total + kTotals, true) != total + kTotals; }
+  bool any() const { return std::find(total, total + kSums, true) != total + kSums; }
 };
 
 // Into how many chunks rows are divided: few, because the chunks' sums are added by one thread, but at least eight
@@ -284,7 +251,7 @@ struct Backwards {
 
   void run(int function, std::int64_t begin, std::int64_t end, const Row& row, Number* sums) const {
     const Problem& problem = plan.problem;
-    const Backward kernel = kernels.backward[function][problem.dtype][plan.layout()];
+    const Backward kernel = kernels.backward[function][problem.dtype];
     const std::int64_t at = begin * problem.channels * size_of(problem.dtype);
     kernel(offset(problem.x, at), offset(grad_y, at), offset(grad_x, at), end - begin, problem.channels, row, sums,
            padded);
@@ -311,20 +278,20 @@ struct Backwards {
     }
   }
 
-  // Rows begin to end, whose sums go to `whole`, kTotals arrays.
+  // Rows begin to end, whose sums go to `whole`, kSums arrays.
   void chunk(std::int64_t begin, std::int64_t end, Number* whole) const {
     static thread_local Buffer<Number> sums_buffer;
     static thread_local Buffer<double> totals_buffer;
     const bool summed = wanted.any();
     Number* sums = summed ? sums_buffer.of(kSums * padded) : nullptr;
-    double* totals = summed ? totals_buffer.of(kTotals * padded) : nullptr;
-    if (summed) std::fill(totals, totals + kTotals * padded, 0.0);
+    double* totals = summed ? totals_buffer.of(kSums * padded) : nullptr;
+    if (summed) std::fill(totals, totals + kSums * padded, 0.0);
     if (plan.has_tokens()) {
       tokens(begin, end, sums, totals);
     } else {
       rows(begin, end, sums, totals);
     }
-    for (int kind = 0; kind < kTotals; ++kind) {
+    for (int kind = 0; kind < kSums; ++kind) {
       const std::int64_t from = kind * padded;
       for (std::int64_t i = from; wanted.total[kind] && i < from + padded; ++i) whole[i] = static_cast<Number>(totals[i]);
     }
@@ -337,20 +304,18 @@ void derive(const Plan<Number>& plan, const Totals& totals, const Numbers (&grad
   const Problem& problem = plan.problem;
   const std::int64_t channels = problem.channels;
   const Number* gain = plan.at[kAtGain];
-  // The gradient of the stored constant is this times the moment: of a square root, and of a logarithm.
-  const double of_root = problem.function == kDyisru ? -0.5 : 1, of_log = problem.function == kLinear ? -0.5 : 1;
-  put_all(gradients[kConstant], channels, [&](std::int64_t c) {
-    const double stored = problem.logarithmic ? of_log * plan.constant_of(c) : 1;
-    return of_root * stored * gain[c] * totals[kSumMoment][c];
-  });
-  // Only Derf has a shift.
-  const std::vector<double>& of_shift = totals[plan.has_tokens() ? kSums : kSumSlope];
-  put_all(gradients[kShift], channels,
-          [&](std::int64_t c) { return problem.function == kDerf ? gain[c] * of_shift[c] : 0.0; });
-  const bool constant_in_slope = plan.has_tokens() || plan.function == kDyisruWide;
-  put_all(gradients[kCenter], channels, [&](std::int64_t c) {
-    return -(constant_in_slope ? 1.0 : plan.constant_of(c)) * gain[c] * totals[kSumSlope][c];
-  });
+  auto sum_over = [&](const std::vector<double>& total) {
+    return sum_of(channels, [&](std::int64_t c) { return gain[c] * total[c]; });
+  };
+  if (gradients[kConstant].data != nullptr) {
+    // The gradient of the stored constant is this times the moment: of a square root, and of a logarithm.
+    const double of_root = problem.function == kDyisru ? -0.5 : 1, of_log = problem.function == kLinear ? -0.5 : 1;
+    const double stored = problem.logarithmic ? of_log * plan.constant : 1;
+    put(gradients[kConstant], 0, of_root * stored * sum_over(totals[kSumMoment]));
+  }
+  if (gradients[kShift].data != nullptr) {
+    put(gradients[kShift], 0, problem.function == kDerf ? sum_over(totals[kSumShift]) : 0.0);
+  }
   put_all(gradients[kWeight], channels, [&](std::int64_t c) { return problem.scale * totals[kSumValue][c]; });
   put_all(gradients[kBias], channels, [&](std::int64_t c) { return totals[kSumGrad][c]; });
 }
@@ -360,7 +325,7 @@ void backward_as(const Kernels& kernels, const Problem& problem, const void* gra
                  const Numbers (&gradients)[kRoles]) {
   const Plan<Number> plan(problem, true);
   const Backwards<Number> work{kernels, plan, grad_y, grad_x, gradients[kToken], Wanted(problem, gradients)};
-  const std::int64_t rows = problem.rows, channels = problem.channels, each = kTotals * plan.padded;
+  const std::int64_t rows = problem.rows, channels = problem.channels, each = kSums * plan.padded;
   const std::int64_t chunk = round_up(ceil_divide(rows, chunks_of(rows * channels)), kMostSideBySide);
   const std::int64_t chunks = rows == 0 ? 0 : ceil_divide(rows, chunk);
   // Of this thread, though others write to it: a new one would be new pages for each call.
@@ -370,7 +335,7 @@ void backward_as(const Kernels& kernels, const Problem& problem, const void* gra
     for (std::int64_t k = begin; k < end; ++k) work.chunk(k * chunk, std::min(rows, (k + 1) * chunk), whole + k * each);
   });
   Totals totals;
-  for (int kind = 0; kind < kTotals; ++kind) {
+  for (int kind = 0; kind < kSums; ++kind) {
     if (!work.wanted.total[kind]) continue;
     totals[kind].assign(channels, 0.0);
     for (std::int64_t k = 0; k < chunks; ++k) {

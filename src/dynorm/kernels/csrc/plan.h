@@ -7,17 +7,16 @@
 
 namespace dynorm {
 
-// A parameter, or the gradient of one: one number per channel, or one in all. Absent where data is null.
+// A parameter, or the gradient of one. Absent where data is null.
 struct Numbers {
   void* data;
   Dtype dtype;
-  bool per_channel;
 };
 
-// Order of the parameters, and of their gradients. The last has one number per token.
-enum Role { kConstant = 0, kShift, kCenter, kWeight, kBias, kToken, kRoles };
+// Order of the parameters, and of their gradients: two of one number, two of one per channel, and one per token.
+enum Role { kConstant = 0, kShift, kWeight, kBias, kToken, kRoles };
 
-// y = weight * scale * f(x - center) + bias for each row of `channels` numbers. A token's number T makes its constant
+// y = weight * scale * f(x) + bias for each row of `channels` numbers. A token's number T makes its constant
 // constant + T for DyISRU, and constant / sqrt(1 + ratio constant^2 T) for the functions of a slope.
 struct Problem {
   Function function;

@@ -82,21 +82,20 @@ class Reader {
     return t.data;
   }
 
-  // A parameter, the numbers of tokens, or their gradient; nothing for None. Weight and bias have one number per channel,
-  // the others maybe one in all.
+  // A parameter, the numbers of tokens, or their gradient; nothing for None.
   Numbers numbers(PyObject* object, const DLTensor& x, int role) {
     if (object == Py_None || !fits) return {};
     Numbers n{};
     const DLTensor t = tensor(object, n.dtype);
     if (!fits) return {};
     const std::int64_t channels = x.shape[x.ndim - 1];
-    n.data = t.data, n.per_channel = t.ndim > 0 && t.shape[0] > 1;
+    n.data = t.data;
     if (role == kToken) {
       fits = t.ndim == x.ndim - 1 && is_alike(x, t, channels) && (n.dtype == kFloat32 || n.dtype == kFloat64);
     } else {
       if (t.ndim != 1) return fits = false, Numbers{};
-      const bool is_one = t.shape[0] == 1 && role <= kCenter;
-      fits = is_one || (t.shape[0] == channels && (channels == 1 || t.strides[0] == 1));
+      const std::int64_t count = role <= kShift ? 1 : channels;
+      fits = t.shape[0] == count && (count == 1 || t.strides[0] == 1);
     }
     return n;
   }

@@ -11,15 +11,16 @@ enum Function { kDyisru = 0, kDyt, kDerf, kLinear, kNamed, kDyisruWide = kNamed,
 enum Dtype { kFloat32 = 0, kFloat64 = 1, kBfloat16 = 2, kFloat16 = 3 };
 
 // Sums over the elements of a channel, from which all gradients of parameters follow.
-// With g the gradient of y and f the function: g, g f, g times the slope times the arm, g times the slope.
-enum Sum { kSumGrad = 0, kSumValue = 1, kSumMoment = 2, kSumSlope = 3, kSums = 4 };
+// With g the gradient of y and f the function: g, g f, g times the slope times the arm; for the shift of Derf, the only
+// function that has one, g times the slope.
+enum Sum { kSumGrad = 0, kSumValue = 1, kSumMoment = 2, kSumShift = 3, kSums = 4 };
+constexpr int number_of_sums(int function) { return function == kDerf ? kSums : kSumShift; }
 
-// The parameters of a row, each an array of its channels (padded to whole vectors) or one number, of the type that is
-// computed in: float, or double for double x.
+// The parameters of a row, of the type that is computed in: float, or double for double x. Constant and shift are one
+// number, the others arrays of its channels, padded to whole vectors.
 struct Row {
   const void* constant;
   const void* shift;
-  const void* center;
   const void* gain;        // weight * scale
   const void* bias;
   const void* slope_gain;  // grad_y times the function's slope times this is grad_x
@@ -32,17 +33,14 @@ using Forward = void (*)(const void* x, void* y, std::int64_t rows, std::int64_t
 using Backward = void (*)(const void* x, const void* grad, void* grad_x, std::int64_t rows, std::int64_t channels,
                           const Row& row, void* sums, std::int64_t padded);
 
-// How constant, shift and centre are held: one constant and no centre; one of each; one for each channel.
-enum Layout { kNoCenter = 0, kOneConstant = 1, kPerChannel = 2, kLayouts = 3 };
-
 constexpr int kDtypes = 4;
 // The widest vector in numbers; rows of parameters are padded to it.
 constexpr std::int64_t kWidest = 16;
 
 struct Kernels {
   const char* name;
-  Forward forward[kFunctions][kDtypes][kLayouts];
-  Backward backward[kFunctions][kDtypes][kLayouts];
+  Forward forward[kFunctions][kDtypes];
+  Backward backward[kFunctions][kDtypes];
 };
 
 const Kernels& kernels_portable();
