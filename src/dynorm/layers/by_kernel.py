@@ -1,13 +1,76 @@
-"""A layer's call by a fused kernel, which knows one number per token and no witness."""
+"""A layer's call: by a fused kernel where one serves, which knows one number per token and no witness."""
 
 from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 
 from dynorm import kernels
 from dynorm.arguments import upcast
+from dynorm.errors import ArgumentError
 from dynorm.layers.module import PointwiseModule
+
+
+class KernelModule(PointwiseModule):
+    """The call of a point-wise layer, by a kernel where one serves, else by its definition."""
+
+    @overload
+    def __call__(self, x: Tensor) -> Tensor: ...
+    @overload
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """Return ``forward(x)``; with a residual ``forward(x + residual)`` and the sum, in one pass.
+
+        Hooks see a call with the sum.
+
+        Raises:
+            ArgumentError: ``residual`` is not a tensor of the shape of ``x``, or as :meth:`forward`.
+        """
+        if residual is None:
+            return super().__call__(x)
+        # A Proxy of fx has neither shape nor values.
+        if isinstance(x, Tensor):
+            _check_residual(x, residual)
+            results = by_kernel(self, x, residual) if self._fuses(x, residual) else None
+            if results is not None:
+                return results[0], results[1]
+        total = x + residual
+        return super().__call__(total), total
+
+    def _fuses(self, x: Tensor, residual: Tensor) -> bool:
+        """Return whether one kernel may add the residual, because nobody has to see the sum first."""
+        if type(self).pointwise is not KernelModule.pointwise or "forward" in vars(self):
+            return False
+        # As torch decides whether a call needs more than forward.
+        own_hooks = (
+            self._forward_pre_hooks,
+            self._forward_hooks,
+            self._backward_pre_hooks,
+            self._backward_hooks,
+        )
+        global_hooks: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        if any(own_hooks) or global_hooks or not self._has_channels(x):
+            return False
+        return x.dtype == residual.dtype == self.returned_dtype(x.dtype)
+
+    def _has_channels(self, x: Tensor) -> bool:
+        return x.shape[self.dim :][:1] == (self.channels,)
+
+    def pointwise(self, x: Tensor) -> Tensor:
+        """Return the function of ``x``, whose size is checked, by a kernel if one serves."""
+        # As torch's own norms return it.
+        if self.dim == -1:
+            x = x.contiguous()
+        results = by_kernel(self, x)
+        if results is not None:
+            return results[0]
+        return self.definition(x)
+
+    def definition(self, x: Tensor) -> Tensor:
+        """Return the function of ``x`` by plain torch."""
+        raise NotImplementedError
 
 
 def by_kernel(
@@ -78,3 +141,16 @@ def _chosen(parameter: Tensor | None, witnesses: Tensor) -> Tensor | None:
     if parameter is None or parameter.numel() == 1:
         return parameter
     return parameter.index_select(0, witnesses)
+
+
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    """Refuse a residual that is not like x."""
+    if not isinstance(residual, Tensor):
+        raise ArgumentError(
+            f"residual must be a tensor like x, got {type(residual).__name__}: give a tensor"
+        )
+    if residual.shape != x.shape:
+        raise ArgumentError(
+            f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}: "
+            "expand it first"
+        )

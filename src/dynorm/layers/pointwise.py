@@ -2,11 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from dynorm import kernels
 from dynorm.arguments import (
@@ -19,11 +17,10 @@ from dynorm.arguments import (
 )
 from dynorm.dtypes import is_floating_dtype
 from dynorm.errors import ArgumentError
-from dynorm.layers.by_kernel import by_kernel
-from dynorm.layers.module import PointwiseModule
+from dynorm.layers.by_kernel import KernelModule
 
 
-class PointwiseNorm(PointwiseModule):
+class PointwiseNorm(KernelModule):
     """Base of the layers that replace a norm: ``y = weight * scale * f(x) + bias``.
 
     A subclass has ``f``, its constants and the number of its kernel. Parameters are never
@@ -89,48 +86,6 @@ class PointwiseNorm(PointwiseModule):
             if parameter is not None:
                 parameter.zero_()
 
-    @overload
-    def __call__(self, x: Tensor) -> Tensor: ...
-    @overload
-    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """Return ``forward(x)``; with a residual ``forward(x + residual)`` and the sum, in one pass.
-
-        Hooks see a call with the sum.
-
-        Raises:
-            ArgumentError: ``residual`` is not a tensor of the shape of ``x``, or as :meth:`forward`.
-        """
-        if residual is None:
-            return super().__call__(x)
-        # A Proxy of fx has neither shape nor values.
-        if isinstance(x, Tensor):
-            _check_residual(x, residual)
-            results = by_kernel(self, x, residual) if self._fuses(x, residual) else None
-            if results is not None:
-                return results[0], results[1]
-        total = x + residual
-        return super().__call__(total), total
-
-    def _fuses(self, x: Tensor, residual: Tensor) -> bool:
-        """Return whether one kernel may add the residual, because nobody has to see the sum first."""
-        if type(self).pointwise is not PointwiseNorm.pointwise or "forward" in vars(self):
-            return False
-        # As torch decides whether a call needs more than forward.
-        own_hooks = (
-            self._forward_pre_hooks,
-            self._forward_hooks,
-            self._backward_pre_hooks,
-            self._backward_hooks,
-        )
-        global_hooks: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
-        if any(own_hooks) or global_hooks or not self._has_channels(x):
-            return False
-        return x.dtype == residual.dtype == self.returned_dtype(x.dtype)
-
-    def _has_channels(self, x: Tensor) -> bool:
-        return x.shape[self.dim :][:1] == (self.channels,)
-
     def forward(self, x: Tensor) -> Tensor:
         """Apply the function to every element of ``x``.
 
@@ -157,16 +112,6 @@ class PointwiseNorm(PointwiseModule):
             x = x.to(self.returned_dtype(x.dtype))
         return self.pointwise(x)
 
-    def pointwise(self, x: Tensor) -> Tensor:
-        """Return the function of ``x``, whose size is checked, by a kernel if one serves."""
-        # As torch's own norms return it.
-        if self.dim == -1:
-            x = x.contiguous()
-        results = by_kernel(self, x)
-        if results is not None:
-            return results[0]
-        return self.definition(x)
-
     def definition(self, x: Tensor) -> Tensor:
         """Return ``weight * scale * f(x) + bias`` by plain torch, in at least float32."""
         parameters, log_gain = self.kernel_parameters()
@@ -191,16 +136,3 @@ class PointwiseNorm(PointwiseModule):
     def f(self, x: Tensor, constant: Tensor) -> Tensor:
         """Return the function of ``x``, which has at least float32."""
         raise NotImplementedError
-
-
-def _check_residual(x: Tensor, residual: Tensor) -> None:
-    """Refuse a residual that is not like x."""
-    if not isinstance(residual, Tensor):
-        raise ArgumentError(
-            f"residual must be a tensor like x, got {type(residual).__name__}: give a tensor"
-        )
-    if residual.shape != x.shape:
-        raise ArgumentError(
-            f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}: "
-            "expand it first"
-        )
