@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -162,17 +163,34 @@ def _arguments(function: int, dtype: str, channels: int, parts: bool) -> dict[st
 
 def code_of(kernel: Any) -> Code:
     """Return the numbers of a compiled kernel, by the tools that come with Triton."""
+    with _binary(kernel) as binary:
+        registers, spilled = _usage(binary)
+        instructions = _loop(_run(TOOLS / "nvdisasm", "-c", binary))
+    loads_ahead = sum(LOAD_AHEAD in line for line in instructions)
+    return Code(registers, spilled, len(instructions), loads_ahead)
+
+
+def spilled_by(kernel: Any) -> int:
+    """Return how many bytes of registers a compiled kernel spills."""
+    with _binary(kernel) as binary:
+        return _usage(binary)[1]
+
+
+@contextmanager
+def _binary(kernel: Any) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(kernel.asm["cubin"])
-        usage = _run(TOOLS / "cuobjdump", "-res-usage", binary)
-        listing = _run(TOOLS / "nvdisasm", "-c", binary)
+        yield binary
+
+
+def _usage(binary: Path) -> tuple[int, int]:
+    """Return the registers of a thread, and the bytes of them that are spilled."""
+    usage = _run(TOOLS / "cuobjdump", "-res-usage", binary)
     registers, stack, local = (
         int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK", "LOCAL")
     )
-    instructions = _loop(listing)
-    loads_ahead = sum(LOAD_AHEAD in line for line in instructions)
-    return Code(registers, stack + local, len(instructions), loads_ahead)
+    return registers, stack + local
 
 
 def _run(tool: Path, option: str, binary: Path) -> str:

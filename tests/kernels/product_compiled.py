@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.static import AMPERE, HOPPER, code_of, product_kernel
+from benchmarks.static import AMPERE, HOPPER, product_kernel, spilled_by
 from dynorm.kernels._triton_product import TILES, Tile
 
 
 @pytest.mark.parametrize("tile", TILES[:-1])
 def test_product_uses_hopper_s_tensor_cores_and_copy_engine(tile: Tile) -> None:
     kernel = product_kernel(HOPPER, "bf16", tile, transposed=False)
-    assert code_of(kernel).spilled == 0
+    assert spilled_by(kernel) == 0
     # A multiprocessor shares 228 KiB, and each program needs one more.
     shared = kernel.metadata.shared
     assert shared <= tile.memory
@@ -30,12 +30,11 @@ def test_product_uses_hopper_s_tensor_cores_and_copy_engine(tile: Tile) -> None:
         (HOPPER, "fp16", TILES[-1], True),
         (AMPERE, "bf16", TILES[-2], False),
         (AMPERE, "fp16", TILES[1], True),
-        (AMPERE, "fp16", TILES[3], True),
     ],
 )
 def test_every_kind_compiles_with_64_bit_offsets(
     target: Any, dtype: str, tile: Tile, transposed: bool
 ) -> None:
     kernel = product_kernel(target, dtype, tile, transposed=transposed)
-    assert code_of(kernel).spilled == 0
+    assert spilled_by(kernel) == 0
     assert re.search(r"arith\.muli .* : i64", kernel.asm["ttir"])
