@@ -78,7 +78,8 @@ models:
 test: setup
 	# A thread a process: two pools of two threads on two cores wait for each other.
 	# A core that is done takes tests from the other's end: files stay together, and what they share is made once.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	# Bytecode is kept, also where images of Docker turn that off: each worker would compile all tests again.
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # The quick tests in build/NAME, an environment with other versions: its name, its Python, its constraints. PyPI's torch
 # comes with CUDA, 7 GB. The kernels are built with that Python, and the tests take these.
