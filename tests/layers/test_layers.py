@@ -146,10 +146,11 @@ def test_a_layer_over_another_axis_keeps_the_order_of_memory(compiled: bool) -> 
         contiguous[:, :, ::2],
         contiguous[:1],
     ]
-    for options in ({}, {"witnesses": 2}):
+    # To compile takes long: with witnesses only for the two orders that have channels elsewhere.
+    for options, views in (({}, inputs), ({"witnesses": 2}, inputs[1:3])):
         layer = build(DyISRU, 6, dim=1, **options)
         call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
-        for x in inputs:
+        for x in views:
             torch._dynamo.reset()
             y = call(x)
             assert y.stride() == (x * torch.ones(1, 6, 1, 1)).stride()
