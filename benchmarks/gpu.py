@@ -301,7 +301,7 @@ def layer_arguments(width: int, beta: float, scale: float, **options: Any) -> tu
     # Importing it defines the op.
     dynorm.compile_options()
     constant, weight = torch.full((1,), beta, **options), torch.ones(width, **options)
-    return (constant, None, None, weight, None, int(FunctionCode.DYISRU), False, scale)
+    return (constant, None, weight, None, int(FunctionCode.DYISRU), False, scale)
 
 
 def fused(x: Tensor, weight: Tensor, residual: Tensor, layer: tuple[Any, ...]) -> Any:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dynorm
-from benchmarks import speed, tables
+from benchmarks import gpu, speed, tables
 from benchmarks.timing import measure, ratio
 
 
@@ -25,6 +25,13 @@ def test_a_wrong_result_ends_the_run():
     torch.manual_seed(0)
     with pytest.raises(SystemExit, match="output is off by"):
         speed.check(Wrong(24), torch.randn(7, 24), torch.randn(7, 24))
+
+
+def test_the_op_takes_the_layer_of_a_fused_product():
+    x, weight, residual = torch.randn(4, 8), torch.randn(16, 8), torch.randn(4, 16)
+    total, y = gpu.fused(x, weight, residual, gpu.layer_arguments(16, 2.0, 1.5))
+    torch.testing.assert_close(total, x @ weight.t() + residual)
+    torch.testing.assert_close(y, dynorm.functional.dyisru(total, 2.0, scale=1.5))
 
 
 def test_calls_are_timed_in_every_round():

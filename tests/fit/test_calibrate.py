@@ -359,7 +359,7 @@ def test_half_precision(dtype: torch.dtype, to: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_huge_means(dtype: torch.dtype) -> None:
-    """The centre is fitted as the layer's dtype holds it, however coarsely."""
+    """The bias makes up for a mean, as far as the layer's dtype holds it."""
     x = (1000.7 + 30 * torch.randn(300, C)).to(dtype)
     model = converted(site(nn.LayerNorm(C).to(dtype)), x)
     assert dynorm.calibrate_(model, [x]).sites[0].error < 0.4

@@ -20,7 +20,7 @@ from dynorm.layers import PointwiseNorm
 
 INF, NAN = math.inf, math.nan
 Params = dict[str, Tensor]
-# The function of u = x - center, before scale and the affine map.
+# The function, before scale and the affine map.
 FORMULAS: dict[type[PointwiseNorm], Callable[[Tensor, Params], Tensor]] = {
     DyISRU: lambda u, p: u * (p["log_beta"].exp() + u**2) ** -0.5,
     DyT: lambda u, p: 1 - 2 / (1 + (2 * p["alpha"] * u).exp()),

@@ -1,7 +1,7 @@
 """The family on a CPU: functions over raw tensors that call the C++ kernels, without autograd.
 
-``y = weight * scale * f(x) + bias``, with f chosen by number: 0 DyISRU ``u / sqrt(constant
-+ u^2)``, 1 DyT ``tanh(constant u)``, 2 Derf ``erf(constant u + shift)``, 3 linear ``constant u``. x
+``y = weight * scale * f(x) + bias``, with f chosen by number: 0 DyISRU ``x / sqrt(constant
++ x^2)``, 1 DyT ``tanh(constant x)``, 2 Derf ``erf(constant x + shift)``, 3 linear ``constant x``. x
 is contiguous, its channels last. With one number T per token each row has its own constant:
 ``constant + T`` for DyISRU, and for the others ``constant / sqrt(1 + ratio constant^2 T)``.
 

@@ -33,7 +33,7 @@ class FunctionCode(IntEnum):
 
 
 DEFINITIONS: dict[int, Callable[..., Tensor]] = {
-    FunctionCode.DYISRU: functional.dyisru_general,
+    FunctionCode.DYISRU: functional.dyisru,
     FunctionCode.DYT: functional.dyt,
     FunctionCode.DERF: functional.derf,
     FunctionCode.LINEAR: functional.linear,
@@ -105,7 +105,6 @@ class Form(NamedTuple):
         return DEFINITIONS[self.function](
             x,
             *constants,
-            center=None,
             weight=weight,
             bias=bias,
             scale=self.scale,

@@ -120,6 +120,9 @@ def backward_kernel(
     channel = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
     inside = channel < CHANNELS
     constant = constant_of(constant_ptr, COMPUTE, FORM)
+    if FUNCTION == 0:
+        # Behind the last row and channel u is 0, which a beta that has underflowed must not divide.
+        constant = tl.where(constant == 0.0, 1.2e-38, constant)
     shift = shift_of(shift_ptr, COMPUTE)
     scale = tl.full([], FORM.scale, COMPUTE)
     gain = scale

@@ -1,4 +1,4 @@
-"""A layer's call: by a fused kernel where one serves, which knows one number per token and no witness."""
+"""How a layer is called: by a fused kernel where one serves. Kernels know one number per token, not witnesses."""
 
 from collections.abc import Sequence
 from typing import Any, overload
@@ -14,7 +14,7 @@ from dynorm.layers.module import PointwiseModule
 
 
 class KernelModule(PointwiseModule):
-    """The call of a point-wise layer, by a kernel where one serves, else by its definition."""
+    """A point-wise layer that is computed by a kernel where one serves, else by its definition."""
 
     @overload
     def __call__(self, x: Tensor) -> Tensor: ...

@@ -11,8 +11,8 @@ enum Function { kDyisru = 0, kDyt, kDerf, kLinear, kNamed, kDyisruWide = kNamed,
 enum Dtype { kFloat32 = 0, kFloat64 = 1, kBfloat16 = 2, kFloat16 = 3 };
 
 // Sums over the elements of a channel, from which all gradients of parameters follow.
-// With g the gradient of y and f the function: g, g f, g times the slope times the arm; for the shift of Derf, the only
-// function that has one, g times the slope.
+// With g the gradient of y and f the function: g, g f, g times the slope times the arm; and last, for the shift of Derf,
+// the only function that has one, g times the slope.
 enum Sum { kSumGrad = 0, kSumValue = 1, kSumMoment = 2, kSumShift = 3, kSums = 4 };
 constexpr int number_of_sums(int function) { return function == kDerf ? kSums : kSumShift; }
 
@@ -29,7 +29,8 @@ struct Row {
 // y of some rows. stream: write past the caches.
 using Forward = void (*)(const void* x, void* y, std::int64_t rows, std::int64_t channels, const Row& row, bool stream);
 
-// grad_x of some rows; sums are added to `sums`, kSums arrays of `padded` numbers. grad_x or sums may be null.
+// grad_x of some rows; sums are added to `sums`, kSums arrays of `padded` numbers, of which only the first
+// number_of_sums(F) change. grad_x or sums may be null.
 using Backward = void (*)(const void* x, const void* grad, void* grad_x, std::int64_t rows, std::int64_t channels,
                           const Row& row, void* sums, std::int64_t padded);
 
