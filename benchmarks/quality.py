@@ -68,11 +68,12 @@ class Subject:
 
 @dataclass(frozen=True)
 class Run:
-    """A conversion: the layer, its witnesses, and how long it is distilled."""
+    """A conversion: the layer, its witnesses, how long it is distilled, and at which rate."""
 
     to: str
     witnesses: int
     steps: int
+    lr: float = dynorm.Recipe.lr
 
 
 RUNS = {
@@ -88,7 +89,7 @@ RUNS = {
         Run("dyisru", 0, 80),
         Run("linear", 0, 0),
         Run("dyisru", 4, 0),
-        Run("dyisru", 8, 0),
+        Run("dyisru", 8, 80, lr=6e-4),
     ],
     "dinov2": [
         Run("dyisru", 0, 200),
@@ -232,7 +233,9 @@ def rows(subject: Subject, run: Run, seed: int) -> Iterator[Row]:
     )
     yield row("calibrated", 0)
     if run.steps:
-        dynorm.distill_(model, subject.fit, teacher=subject.model, steps=run.steps, seed=seed)
+        dynorm.distill_(
+            model, subject.fit, teacher=subject.model, steps=run.steps, lr=run.lr, seed=seed
+        )
         yield row("distilled", run.steps)
 
 
