@@ -53,6 +53,11 @@ def bert() -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.BertModel(config, add_pooling_layer=False), {"input_ids": TOKENS}
 
 
+def vit() -> tuple[nn.Module, dict[str, Tensor]]:
+    config = transformers.ViTConfig(image_size=8, patch_size=4, **SIZES)
+    return transformers.ViTModel(config, add_pooling_layer=False), {"pixel_values": IMAGES}
+
+
 def dinov2() -> tuple[nn.Module, dict[str, Tensor]]:
     config = transformers.Dinov2Config(image_size=8, patch_size=4, **SIZES)
     return transformers.Dinov2Model(config), {"pixel_values": IMAGES}
@@ -139,7 +144,7 @@ def compare_gradients(model: nn.Module, *args: Tensor, **inputs: Tensor) -> Reco
     ("make", "fused", "kept"),
     # Two in each block, three in each of a decoder with cross-attention. A post-norm model needs
     # no sum, and neither does the last norm of an encoder or decoder.
-    [(gpt2, 2, 1), (llama, 2, 1), (bert, 2, 0), (dinov2, 2, 1), (whisper, 3, 2)],
+    [(gpt2, 2, 1), (llama, 2, 1), (bert, 2, 0), (vit, 2, 1), (dinov2, 2, 1), (whisper, 3, 2)],
 )
 def test_products_of_a_model_are_found(
     make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], fused: int, kept: int
