@@ -81,6 +81,17 @@ def quality_table(model: str) -> Callable[[], str]:
     return table
 
 
+def recipes_table() -> str:
+    """Return one row per way to distil, with its figures on the way: all-MiniLM-L6-v2."""
+    rows = []
+    steps: list[int] = []
+    for way, points in load("recipes")["minilm"].items():
+        steps = [point["step"] for point in points]
+        cells = [f"{point['docstrings']:.4f} / {point['licences']:.4f}" for point in points]
+        rows.append([way, *cells, f"{points[-1]['cpu_seconds']} s"])
+    return lines_of(["way", *(f"{step} steps" for step in steps), "CPU time"], rows)
+
+
 def headline_table() -> str:
     """Return one row per thing that is left: all-MiniLM-L6-v2, without training and distilled."""
     rows = []
@@ -425,6 +436,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"headline": headline_table},
     "docs/quality.md": {
         "minilm": quality_table("minilm"),
+        "recipes": recipes_table,
         "smollm2": quality_table("smollm2"),
         "dinov2": quality_table("dinov2"),
         "retrieval": retrieval_table,
