@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, TrainerCallback
 
 import dynorm
-from benchmarks.quality import SUBJECTS, Subject
+from benchmarks.quality import SUBJECTS, Batches, Subject
 from dynorm.fold import fold_means_
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.report.conversion import compare
@@ -92,12 +92,15 @@ class OneByOne(TrainerCallback):  # type: ignore[misc]
 class Anneal(TrainerCallback):  # type: ignore[misc]
     """Anneal all layers by a schedule."""
 
-    def __init__(self, model: nn.Module, start: float, length: float) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, batches: Batches, start: float, length: float) -> None:
+        self.model, self.batches = model, batches
         self.schedule = AnnealSchedule(start, length)
 
     def on_step_begin(self, args: object, state: Any, control: object, **kwargs: object) -> None:
-        """Set the t of every layer."""
+        """Set the t of every layer; and its constants, to the activations where the annealing begins."""
+        start, _ = self.schedule.steps(state.max_steps)
+        if state.global_step == start:
+            set_constants_(self.model, self.batches)
         self.schedule.apply_(self.model, state.global_step, state.max_steps)
 
 
@@ -130,6 +133,9 @@ class Fade(TrainerCallback):  # type: ignore[misc]
         for layer, total in self.usual.items():
             layer.log_gain += math.log(left / before)
             layer.set_slope_(layer.beta() + total / fading)
+            if step == fading:
+                # The square of a massive token is not small even so.
+                layer.set_witnesses_(())
 
 
 class Curve(TrainerCallback):  # type: ignore[misc]
@@ -157,6 +163,14 @@ class Curve(TrainerCallback):  # type: ignore[misc]
         self.points.append(point)
         print(json.dumps(point), flush=True)
         self.started = time.process_time()
+
+
+@torch.no_grad()
+def set_constants_(model: nn.Module, batches: Batches) -> None:
+    """Set the constants of annealed layers in closed form."""
+    with AnnealStart(model):
+        for batch in batches:
+            model(**batch)
 
 
 @contextmanager
@@ -256,11 +270,9 @@ def curve(name: str, subject: Subject, way: Way) -> list[Row]:
             callbacks.insert(0, Fade(model, batch))
     else:
         dynorm.convert_(model, sites, to="annealed")
-        with AnnealStart(model), torch.no_grad():
-            for inputs in subject.calibration:
-                model(**inputs)
-        anneal = OneByOne(model) if way.in_order else Anneal(model, *way.anneal)
-        callbacks.insert(0, anneal)
+        set_constants_(model, subject.calibration)
+        anneal = Anneal(model, subject.calibration, *way.anneal)
+        callbacks.insert(0, OneByOne(model) if way.in_order else anneal)
     if way.penalty:
         penalize_(model, way.penalty)
     points.measure(0)

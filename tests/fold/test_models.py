@@ -77,7 +77,7 @@ REASONS = {
 FREELY = {"untie": True, "add_bias": True}
 QUICK = ("gpt2", "llama", "vit", "encoder_post", "nanogpt")
 # Twins of others here in all that a fold sees.
-TWINS = {"opt", "mistral", "qwen2", "stablelm", "gptj", "phi", "mpt", "gemma3", "roberta"}
+TWINS = {"opt", "mistral", "qwen2", "stablelm", "gptj", "mpt", "gemma3", "roberta"}
 EXHAUSTIVE = "DYNORM_EXHAUSTIVE" in os.environ
 FOLDED = [name for name in NAMES if EXHAUSTIVE or name not in TWINS]
 # One of each shape, because a line is folded by the plan of its norm.

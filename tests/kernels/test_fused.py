@@ -44,7 +44,8 @@ def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def llama() -> tuple[nn.Module, dict[str, Tensor]]:
-    config = transformers.LlamaConfig(vocab_size=50, **SIZES)
+    # Two blocks: the last product of the first one meets the first norm of the second.
+    config = transformers.LlamaConfig(vocab_size=50, **SIZES | {"num_hidden_layers": 2})
     return transformers.LlamaModel(config), {"input_ids": TOKENS}
 
 
@@ -144,7 +145,7 @@ def compare_gradients(model: nn.Module, *args: Tensor, **inputs: Tensor) -> Reco
     ("make", "fused", "kept"),
     # Two in each block, three in each of a decoder with cross-attention. A post-norm model needs
     # no sum, and neither does the last norm of an encoder or decoder.
-    [(gpt2, 2, 1), (llama, 2, 1), (bert, 2, 0), (vit, 2, 1), (dinov2, 2, 1), (whisper, 3, 2)],
+    [(gpt2, 2, 1), (llama, 4, 3), (bert, 2, 0), (vit, 2, 1), (dinov2, 2, 1), (whisper, 3, 2)],
 )
 def test_products_of_a_model_are_found(
     make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], fused: int, kept: int
