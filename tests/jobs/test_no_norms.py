@@ -47,7 +47,7 @@ def without_norms(name: str) -> tuple[Any, dict[str, Tensor]]:
     return model, given
 
 
-@pytest.mark.parametrize(("name", "count"), [("llama", 5), ("gpt2", 6), ("gptj", 5)])
+@pytest.mark.parametrize(("name", "count"), [("llama", 5), ("gpt2", 6), ("gptj", 5), ("opt", 6)])
 def test_logits_are_the_sum_of_their_parts(name: str, count: int) -> None:
     model, given = without_norms(name)
     found = attribution(model, given)

@@ -197,7 +197,7 @@ def test_derivatives_by_the_numbers_of_tokens(function: int, of: str) -> None:
         given = list(tensors)
         for place, leaf in zip(places, leaves, strict=True):
             given[place] = leaf
-        results = pointwise((function, False, 1.5), given[0], None, given[1:5], given[5])  # type: ignore[arg-type]
+        results = pointwise((function, False, 1.5), given[0], None, given[1:5], given[5])
         assert results is not None
         return results[0]
 
@@ -333,12 +333,15 @@ def test_the_op_is_as_torch_wants_one(of: str) -> None:
 
 @needs_kernels
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
-def test_compiled_training_gives_the_same_gradients_at_every_size(calls: list[str]) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_training_gives_the_same_gradients_at_every_size(
+    backend: str, calls: list[str]
+) -> None:
     blocks = nn.Sequential(DyISRU(8, witnesses=2), DyISRU(8), DyT(8, dim=1), Derf(8, bias=False))
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("inductor")
+    counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(blocks, backend=counter, fullgraph=True)
     for rows in (3, 5, 9):
         x = torch.randn(rows, 8, 8)

@@ -43,7 +43,7 @@ class KernelModule(PointwiseModule):
         """Return whether one kernel may add the residual, because nobody has to see the sum first."""
         if type(self).pointwise is not KernelModule.pointwise or "forward" in vars(self):
             return False
-        # As torch decides whether a call needs more than forward.
+        # As torch decides whether a call needs more than forward, by a function that has no types.
         own_hooks = (
             self._forward_pre_hooks,
             self._forward_hooks,
