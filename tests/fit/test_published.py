@@ -39,14 +39,13 @@ def test_alpha_of_a_language_model_is_by_site_and_width(
         dynorm.init_as_published_(model, attention=["*"])
 
 
-@pytest.mark.parametrize(("muon", "alpha"), [(False, 0.5), (True, 0.3)])
-def test_the_layers_compute_what_was_published(muon: bool, alpha: float) -> None:
+def test_the_layers_compute_what_was_published() -> None:
     dyt, derf = dynorm.DyT(8), dynorm.Derf(8)
     nn.init.constant_(derf.shift, 0.7)
-    dynorm.init_as_published_(nn.Sequential(dyt, derf), muon=muon)
+    dynorm.init_as_published_(nn.Sequential(dyt, derf))
     x = torch.randn(4, 8)
     assert_close(dyt(x).detach(), torch.tanh(0.5 * x))
-    assert_close(derf(x).detach(), torch.erf(alpha * x))
+    assert_close(derf(x).detach(), torch.erf(0.5 * x))
 
 
 def test_other_layers_are_refused_and_nothing_is_changed() -> None:

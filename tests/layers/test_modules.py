@@ -291,33 +291,26 @@ def test_rates_of_the_constants() -> None:
         assert found.keys() == set(model.parameters())
 
 
-def test_hidden_matrices_are_a_group_for_muon() -> None:
+def test_matrices_have_decay_and_the_groups_an_order() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.norm = DyISRU(4)
             self.tokens = nn.Embedding(9, 4)
             self.patches = nn.Conv1d(4, 4, 1)
-            self.norm = DyISRU(4)
-            self.hidden = nn.Linear(4, 4)
             self.head = nn.Linear(4, 9)
 
     model = Model()
-    hidden, *rest = param_groups(model, lr=1e-3, weight_decay=0.1, muon_lr=0.02)
-    assert hidden["use_muon"]
-    assert (hidden["lr"], hidden["weight_decay"]) == (0.02, 0.1)
-    assert hidden["params"] == [model.hidden.weight]
-    assert not any(group["use_muon"] for group in rest)
-    outer = [model.tokens.weight, model.patches.weight, model.head.weight]
-    assert set(rest[0]["params"]) == set(outer)
-    assert rest[-1]["params"] == [model.norm.log_beta]
-    assert rest[-1]["lr"] == pytest.approx(0.03)
-    assert sum(len(group["params"]) for group in rest) + 1 == len(list(model.parameters()))
-    # A head that is the embedding.
     model.head.weight = model.tokens.weight
-    hidden, *rest = param_groups(model, lr=1e-3, muon_lr=0.02)
-    assert hidden["params"] == [model.hidden.weight]
-    with pytest.raises(ArgumentError, match=r"muon_lr.*finite.*got -1"):
-        param_groups(model, lr=1e-3, muon_lr=-1)
+    matrices, others, constants = param_groups(model, lr=1e-3, weight_decay=0.1)
+    assert matrices["params"] == [model.tokens.weight, model.patches.weight]
+    assert others["params"] == [
+        *(model.norm.weight, model.norm.bias),
+        *(model.patches.bias, model.head.bias),
+    ]
+    assert constants["params"] == [model.norm.log_beta]
+    assert [group["weight_decay"] for group in (matrices, others, constants)] == [0.1, 0.0, 0.0]
+    assert constants["lr"] == pytest.approx(0.03)
 
 
 def test_a_resumed_run_finds_the_groups_it_was_saved_with() -> None:

@@ -114,26 +114,6 @@ class TestMonitor:
             layer(torch.full((2, 4), 100.0))
             monitor.read()
 
-    @pytest.mark.parametrize(("muon", "warns"), [(True, False), (False, True)])
-    def test_a_published_derf_under_muon(self, muon: bool, warns: bool) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), dynorm.Derf(4), nn.Linear(4, 4))
-        dynorm.init_as_published_(model, muon=muon)
-        hidden, *rest = dynorm.param_groups(model, lr=1e-3, muon_lr=1e-2)
-        optimizers = [torch.optim.Muon([hidden]), torch.optim.AdamW(rest)]
-        with (
-            dynorm.Monitor(model) as monitor,
-            warnings.catch_warnings(record=True) as seen,
-        ):
-            warnings.simplefilter("always")
-            for _ in range(2):
-                model(torch.randn(8, 4)).square().sum().backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                monitor.read()
-        assert ["init_as_published_(model, muon=True)" in str(w.message) for w in seen] == [
-            True
-        ] * warns
-
     def test_a_model_without_layers(self) -> None:
         with pytest.raises(dynorm.errors.ModelError, match=r"point-wise.*layers"):
             dynorm.Monitor(nn.LayerNorm(4))

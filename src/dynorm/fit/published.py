@@ -21,7 +21,6 @@ def init_as_published_(
     *,
     attention: str | None = None,
     embedding: nn.Module | None = None,
-    muon: bool = False,
 ) -> dict[str, float]:
     r"""Set the constants of DyT and Derf as their authors do, for training from the first step.
 
@@ -42,8 +41,6 @@ def init_as_published_(
         embedding: a language model's embedding, or the module that adds several. Its output is
             multiplied by a new parameter of it, ``factor``, of shape (1,). A new model needs the
             same call before it loads a checkpoint of this one.
-        muon: begin Derf at 0.3. With the optimizer Muon, 0.5 costs up to a nat, and nothing shows
-            it: no number becomes NaN.
 
     Returns:
         The alphas, by path.
@@ -84,7 +81,7 @@ def init_as_published_(
                 f"every point-wise layer must be DyT or Derf, but {path!r} is "
                 f"{type(layer).__name__}: call dynorm.init_from_batch_, which sets them all"
             )
-        alphas[path] = _alpha(layer, path, attention, muon)
+        alphas[path] = _alpha(layer, path, attention)
     if embedding is not None:
         # A norm of queries or keys has the channels of a head.
         _scale_(embedding, max(layers.values(), key=lambda layer: layer.channels))
@@ -94,10 +91,8 @@ def init_as_published_(
     return alphas
 
 
-def _alpha(layer: PointwiseNorm, path: str, attention: str | None, muon: bool) -> float:
+def _alpha(layer: PointwiseNorm, path: str, attention: str | None) -> float:
     """Return the published alpha of a layer."""
-    if isinstance(layer, Derf) and muon:
-        return 0.3
     if isinstance(layer, Derf) or layer.channels not in _OF_LANGUAGE_MODELS:
         return 0.5
     if attention is None:

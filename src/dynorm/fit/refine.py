@@ -207,7 +207,7 @@ def _descend(
     """Take the steps of Adam."""
     rates: dict[nn.Parameter, float] = {}
     for layer in layers:
-        rates |= constant_rates(layer)
+        rates |= constant_rates(layer, of_logarithm=1.0)
     # In half precision small steps would be lost, and Adam's eps would be 0.
     masters = [nn.Parameter(upcast(p.detach()).clone()) for p in parameters]
     options = []

@@ -15,7 +15,7 @@ from dynorm.arguments import check_share
 from dynorm.batches import site_tokens
 from dynorm.errors import CalibrationWarning, listed
 from dynorm.guard import require_values
-from dynorm.layers import Derf, PointwiseNorm
+from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import require_layers
 from dynorm.wrappers import gathered
 
@@ -64,7 +64,6 @@ class Monitor:
         self._first: dict[str, list[float]] = {}
         self._warned: set[str] = set()
         self._has_warned_of_rates = False
-        self._has_muon = False
         self._handles: list[RemovableHandle] = []
         self._clear()
         layers = require_layers(model)
@@ -83,9 +82,8 @@ class Monitor:
         They are means over the calls of a layer; a layer that was not called has none.
 
         Warns:
-            CalibrationWarning: a layer saturates, its constant is in no optimizer or has the rate
-                of all other parameters, or a published Derf begins at alpha 0.5 under Muon; the
-                message names the one remedy that fits.
+            CalibrationWarning: a layer saturates, or its constant is in no optimizer or has the
+                rate of all other parameters; the message names the one remedy that fits.
         """
         self._warn_of_rates()
         all_figures: dict[str, float] = {}
@@ -137,15 +135,13 @@ class Monitor:
         if id(optimizer) in self._stepped:
             return
         self._stepped.add(id(optimizer))
-        is_muon = "muon" in type(optimizer).__name__.lower()
         own = set(self._model.parameters())
         for group in optimizer.param_groups:
             for parameter in own.intersection(group["params"]):
                 self._rates[parameter] = float(group["lr"])
-                self._has_muon |= is_muon
 
     def _warn_of_rates(self) -> None:
-        """Warn once if the optimizers leave out a logarithmic constant, or do not suit the constants."""
+        """Warn once if the optimizers leave out a logarithmic constant, or have one rate for everything."""
         if not self._rates or self._has_warned_of_rates:
             return
         constants = {}
@@ -170,22 +166,9 @@ class Monitor:
                 "constants need 30 times that of the weights: use dynorm.param_groups, and let a "
                 "schedule scale the rate of each group in place of setting one for all"
             )
-        elif self._has_muon and not self._first and self._has_published_derf():
-            problem = (
-                "with Muon, a Derf layer of scale 1 loses up to a nat if its alpha begins at 0.5, but "
-                "no number becomes NaN: call dynorm.init_as_published_(model, muon=True) before the "
-                "first step"
-            )
         if problem is not None:
             self._has_warned_of_rates = True
             warnings.warn(problem, CalibrationWarning, stacklevel=3)
-
-    def _has_published_derf(self) -> bool:
-        """Return whether a Derf has the published scale and about the alpha for AdamW."""
-        for layer in self._layers.values():
-            if isinstance(layer, Derf) and layer.scale == 1 and layer.alpha.max() > 0.4:
-                return True
-        return False
 
     @torch.no_grad()
     def _see(
