@@ -94,7 +94,7 @@ def test_the_verbs_have_the_defaults_of_the_recipe(
     [
         Recipe(),
         Recipe(to="dyt", steps=4, lr=1e-4, checkpoints="kept"),
-        Recipe(to={"c.*": None, "*": {"to": "derf", "witnesses": 2}}),
+        Recipe(to={"c.*": "keep", "*": {"to": "derf", "witnesses": 2}}),
         Recipe(to="none", stock=True, steps=0),
     ],
 )
@@ -145,6 +145,7 @@ def test_a_file_that_is_not_a_recipe(text: str, tmp_path: Path) -> None:
         ("to", "annealed"),
         ("to", {"*": {"lean": 0.5}}),
         ("to", {"*": 3}),
+        ("to", {"*": None}),
         ("witnesses", 17),
         ("witnesses", -1),
         ("witnesses", 2.5),
@@ -190,7 +191,7 @@ def test_convert_model_refuses_what_is_not_a_recipe() -> None:
 
 def test_the_first_glob_that_matches_decides() -> None:
     model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.LayerNorm(16))
-    recipe = Recipe(to={"0": None, "2": {"witnesses": 2}, "[023]": "dyt"}, steps=0)
+    recipe = Recipe(to={"0": "keep", "2": {"witnesses": 2}, "[023]": "dyt"}, steps=0)
     dynorm.convert_model(model, rows(), recipe=recipe)
     names = [type(module).__name__ for module in model]
     assert names == ["LayerNorm", "Linear", "DyISRU", "DyT"]

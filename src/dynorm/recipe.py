@@ -78,7 +78,8 @@ class Recipe(Plain):
 
     Args:
         to: the layer in the place of the norms by its name, or a mapping from globs of their paths
-            to layers, as in :func:`convert_`; point-wise, not annealed. "none" leaves nothing: each norm
+            to layers, as in :func:`convert_`; point-wise, not annealed. "keep" leaves the norms, and
+            "none" leaves nothing: each norm
             becomes a line, whose bias takes the mean out if it was a LayerNorm, and :func:`fold_` removes
             it in the end. A line that cannot be folded stays, and the report names it.
         stock: with ``to="none"``, save the model in its own class, as :func:`dynorm.hub.as_stock`
@@ -191,7 +192,7 @@ class Recipe(Plain):
         return self.layers != self.to
 
     def options_by_glob(self) -> dict[str, LayerOptions | None]:
-        """Return the checked options of the layers for each glob; None keeps the norms."""
+        """Return the checked options of the layers for each glob; None where the norms stay."""
         return options_by_glob(self.layers, LayerOptions(witnesses=self.witnesses))
 
     def check(self) -> None:

@@ -48,9 +48,9 @@ def test_options_are_fields_of_the_recipe(
     ("words", "layers"),
     [
         (["derf"], "derf"),
-        (["keep"], {"*": None}),
-        (["*.attn.*=keep"], {"*.attn.*": None, "*": "dyisru"}),
-        (["a=dyt", "linear", "b=keep"], {"a": "dyt", "b": None, "*": "linear"}),
+        (["keep"], "keep"),
+        (["*.attn.*=keep"], {"*.attn.*": "keep", "*": "dyisru"}),
+        (["a=dyt", "linear", "b=keep"], {"a": "dyt", "b": "keep", "*": "linear"}),
     ],
 )
 def test_layers_by_globs(words: list[str], layers: object) -> None:

@@ -168,7 +168,7 @@ def test_norms_inside_of_an_adapter_are_converted_with_a_warning(tmp_path: Path,
 
 def test_only_norms_of_the_adapter_are_warned_of(recwarn: pytest.WarningsRecorder) -> None:
     lora = adapted(unconverted(), modules_to_save=["ln_1"]).eval()
-    dynorm.convert_(lora, dynorm.find_norms(lora, input_ids=ids()), to={"*.ln_1.*": None})
+    dynorm.convert_(lora, dynorm.find_norms(lora, input_ids=ids()), to={"*.ln_1.*": "keep"})
     # A module without a norm, saved with the adapter, and single tokens.
     lora = adapted(unconverted(), modules_to_save=["mlp"], trainable_token_indices=[3]).eval()
     dynorm.convert_(lora, dynorm.find_norms(lora, input_ids=ids()))

@@ -39,7 +39,7 @@ def test_the_card_is_our_own_and_keeps_the_license(
     source = shutil.copytree(encoder, tmp_path / "tiny-v1.5" / "model")
     card = "---\nlicense: mit\nlanguage:\n- en\ntags:\n- old\n---\n# Tiny\n"
     (source / "README.md").write_text(card)
-    recipe = replace(QUICK, steps=4, to={"embeddings.*": None, "*.layer.0.attention.*": "dyt"})
+    recipe = replace(QUICK, steps=4, to={"embeddings.*": "keep", "*.layer.0.attention.*": "dyt"})
     out = tmp_path / "out"
     report = convert_pretrained(source, out, recipe, texts=[texts])
     stages = report.meta["stages"]

@@ -141,7 +141,7 @@ def test_lines_of_a_post_norm_encoder_stay_and_are_named() -> None:
 
 def test_a_norm_may_be_kept(llama: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(llama)
-    dynorm.convert_model(model, batches(), to={"*.norm": None, "*": "none"}, steps=0)
+    dynorm.convert_model(model, batches(), to={"*.norm": "keep", "*": "none"}, steps=0)
     assert type(model.model.norm).__name__ == "LlamaRMSNorm"
     assert sum(map(is_ours, model.modules())) == 4
 

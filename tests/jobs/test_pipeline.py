@@ -28,7 +28,7 @@ def test_an_encoder_is_written_as_a_folder_that_loads(
 ) -> None:
     said: list[str] = []
     out = tmp_path / "out"
-    recipe = replace(QUICK, steps=2, to={"embeddings.*": None, "*.0.*": "dyt"})
+    recipe = replace(QUICK, steps=2, to={"embeddings.*": "keep", "*.0.*": "dyt"})
     report = convert_pretrained(encoder, out, recipe, texts=[texts], say=said.append)
     names = {"model", "report.json", "report.html", "recipe.json"}
     assert {path.name for path in out.iterdir()} == names
@@ -93,5 +93,5 @@ def test_the_command_takes_layers_by_globs(encoder: Path, texts: Path, tmp_path:
     done = CliRunner().invoke(app, [*words, "--to", "dyt", "--to", "embeddings.*=keep"])
     assert done.exit_code == 0, done.output
     recipe = json.loads(done.stdout)["meta"]["recipe"]
-    assert recipe["to"] == {"embeddings.*": None, "*": "dyt"}
+    assert recipe["to"] == {"embeddings.*": "keep", "*": "dyt"}
     assert recipe["witnesses"] == 0

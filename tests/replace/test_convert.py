@@ -249,7 +249,7 @@ def test_transformer_encoder(to: str) -> None:
     exact = {mode: outputs(mode) for mode in (True, False)}
     # One layer is enough to leave the fused path.
     for path in ("layers.1.norm1", "*"):
-        converted(model, x, to={path: to, "*": None} if path != "*" else to)
+        converted(model, x, to={path: to, "*": "keep"} if path != "*" else to)
         assert not model.use_nested_tensor
         assert torch.allclose(outputs(True)[kept], outputs(False)[kept], atol=1e-6)
         assert not torch.allclose(outputs(False)[kept], exact[False][kept], atol=1e-3)
@@ -285,11 +285,11 @@ def three_norms() -> nn.Sequential:
     [
         ("dyt", ["DyT", "DyT", "DyT"]),
         # The first glob that matches decides.
-        ({"0": None, "[24]": "dyt", "2": "derf"}, ["LayerNorm", "DyT", "DyT"]),
+        ({"0": "keep", "[24]": "dyt", "2": "derf"}, ["LayerNorm", "DyT", "DyT"]),
         # The rest has its own key, wherever it stands.
-        ({"*": None, "4": "linear"}, ["LayerNorm", "RMSNorm", "LinearControl"]),
+        ({"*": "keep", "4": "linear"}, ["LayerNorm", "RMSNorm", "LinearControl"]),
         ({"*": "dyt", "0": {}}, ["DyISRU", "DyT", "DyT"]),
-        ({"4": None}, ["DyISRU", "DyISRU", "LayerNorm"]),
+        ({"4": "keep"}, ["DyISRU", "DyISRU", "LayerNorm"]),
     ],
 )
 def test_layers_by_glob(to: Any, layers: list[str]) -> None:
@@ -315,7 +315,7 @@ def test_options_by_glob_lack_nothing_that_the_call_has() -> None:
 def test_the_report_names_what_stays() -> None:
     model = nn.Sequential(nn.BatchNorm1d(C), nn.LayerNorm(C), nn.RMSNorm(C))
     sites = dynorm.find_norms(model, X)
-    report = dynorm.convert_(model, sites, {"2": None, "*": "dyt"})
+    report = dynorm.convert_(model, sites, {"2": "keep", "*": "dyt"})
     text = " ".join(str(report).split())
     assert text.startswith("1 norm replaced by dyt, 2 kept")
     assert f"1 layernorm({C}) dyt" in text
@@ -323,7 +323,7 @@ def test_the_report_names_what_stays() -> None:
     assert "kept as the options say: 2" in text
     assert [site["path"] for site in report.to_dict()["converted"]] == ["1"]
     # The other norm can be converted later, with the same sites.
-    dynorm.convert_(model, sites, {"2": "dyisru", "*": None})
+    dynorm.convert_(model, sites, {"2": "dyisru", "*": "keep"})
     assert type(model[2]) is DyISRU
 
 
@@ -338,12 +338,14 @@ def fails(model: nn.Module, sites: Any, error: type[Exception], match: str, **op
     ("options", "message"),
     [
         ({"to": "tanh"}, "dyisru.*annealed.*got 'tanh'"),
-        ({"to": {"norm.9": None}}, r"glob 'norm\.9'.*nearest"),
+        ({"to": {"norm.9": "keep"}}, r"glob 'norm\.9'.*nearest"),
         ({"to": {"0": {"lean": 0.5}}}, "got 'lean'.*to, witnesses"),
         ({"to": {"0": {"witnes": 1}}}, "got 'witnes'.*mean 'witnesses'"),
         ({"to": {"0": 3}}, "mapping.*got 3"),
+        ({"to": {"0": None}}, '"keep", which leaves.*"none", which removes.*got None'),
+        ({"to": None}, '"keep", which leaves.*got None'),
         ({"to": {"0": "x"}}, "layer.*one of"),
-        ({"to": {3: None}}, "globs.*strings"),
+        ({"to": {3: "keep"}}, "globs.*strings"),
         ({"witnesses": -1}, "witnesses.*at least 0.*got -1"),
         ({"witnesses": "a"}, "witnesses.*got 'a'"),
         ({"witnesses": 4.0}, r"witnesses.*got 4\.0"),
@@ -361,7 +363,8 @@ def test_models_without_a_norm_to_replace() -> None:
     fails(plain, dynorm.find_norms(plain, X), ModelError, "norms.*find_norms.*none")
     model = mlp()
     sites = dynorm.find_norms(model, X)
-    fails(model, sites, ModelError, "keeps them all", to={"*": None})
+    for to in ("keep", {"*": "keep"}):
+        fails(model, sites, ModelError, "keeps them all", to=to)
     dynorm.convert_(model, sites)
     fails(model, sites, ModelError, r"'1'.*converted.*dynorm\.restore_")
     fails(model, dynorm.find_norms(model, X), ModelError, "converted already")

@@ -102,7 +102,7 @@ class TestSites:
     @pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear"])
     def test_every_layer_and_a_kept_norm(self, to: str) -> None:
         original = toy()
-        model = converted(original, toy_batches(), {"1": to, "*": None})
+        model = converted(original, toy_batches(), {"1": to, "*": "keep"})
         report = measure(model, toy_batches(seed=1), original=original)
         assert [(site.path, site.layer) for site in report.sites] == [("1", to)]
         assert report.sites[0].error_now < 1

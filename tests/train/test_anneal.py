@@ -71,7 +71,7 @@ class Wrapper(nn.Module):
 
 
 # The layers whose tokens have the shape of the mask.
-MASKED = {"first": "annealed", "rms": "annealed", "*": None}
+MASKED = {"first": "annealed", "rms": "annealed", "*": "keep"}
 
 
 def positions(model: nn.Module) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,7 +14,7 @@ from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.jobs.job import JobOptions
 from dynorm.recipe import Recipe
-from dynorm.replace.options import REST, LayerOptions
+from dynorm.replace.options import REST, LayerOptions, Target
 
 # Arguments and options of several commands.
 Model = Annotated[
@@ -50,19 +50,18 @@ MaxLength = Annotated[
 Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
 
 
-def layers_of(words: list[str]) -> Any:
+def layers_of(words: list[str]) -> Target:
     """Return the layer of ``--to NAME``, or the layers by globs of ``--to GLOB=NAME``."""
-    by_glob: dict[str, str | None] = {}
-    rest: str | None = LayerOptions.to
+    by_glob: dict[str, str] = {}
+    rest = LayerOptions.to
     for word in words:
         glob, _, name = word.rpartition("=")
-        layer = None if name == "keep" else name
         if glob:
-            by_glob[glob] = layer
+            by_glob[glob] = name
         else:
-            rest = layer
+            rest = name
     # The first glob that matches a norm decides.
-    return by_glob | {REST: rest} if by_glob or rest is None else rest
+    return by_glob | {REST: rest} if by_glob else rest
 
 
 def _fields_of_options(context: typer.Context) -> dict[str, object]:

@@ -93,9 +93,9 @@ def convert_(
         to: "dyisru", "dyt" (scaled, eq. 11), "derf" or "linear" (the control); or "annealed"
             (towards DyISRU), "annealed_dyt", "annealed_derf", "annealed_linear": they compute the
             norm until :func:`set_anneal_` moves them. A mapping gives different norms different
-            layers, by globs of their paths: ``{"*.layers.0.*": None, "*.ln_f": "dyt", "head.*":
+            layers, by globs of their paths: ``{"*.layers.0.*": "keep", "*.ln_f": "dyt", "head.*":
             {"to": "derf", "witnesses": 4}}``. The first glob that matches a norm decides. A mapping
-            of options lacks nothing that this call's arguments have, and None keeps the norm.
+            of options lacks nothing that this call's arguments have, and "keep" leaves the norm.
             ``"*"`` is for the norms that no other glob matches, which become DyISRU without it.
         witnesses: how many channels :func:`calibrate_` may choose for each layer, whose token sizes
             they show, at most 16. 0 keeps the pure function of one channel.
@@ -313,5 +313,5 @@ def _require_unshared(
                 raise ModelError(
                     "a weight or bias that is not finite, or not of the normalized shape, must "
                     f"belong only to a norm, but {full_name!r} is the same parameter: untie them, "
-                    "or keep the norm with to={path: None}"
+                    "or keep the norm with to={path: 'keep'}"
                 )

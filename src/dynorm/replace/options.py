@@ -13,11 +13,13 @@ from dynorm.family import layer_class
 from dynorm.layers import AnnealedNorm, PointwiseNorm
 from dynorm.site import NormSite, require_matches
 
-Target = str | Mapping[str, str | Mapping[str, Any] | None]
+Target = str | Mapping[str, str | Mapping[str, Any]]
 """The name of one layer for all norms, or names or options by the globs of the paths of norms."""
 
 REST = "*"
 """The glob of the norms that no other glob matches."""
+KEEP = "keep"
+"""In the place of a layer: the norms stay."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,9 @@ class LayerOptions:
         known = [field.name for field in fields(self)]
         if not isinstance(choice, Mapping):
             raise ArgumentError(
-                "a glob must have a layer, a mapping of options, or None to keep its norms, got "
-                f"{choice!r}: the options are {', '.join(known)}"
+                f'a glob must have the name of a layer, a mapping of options, "{KEEP}", which leaves '
+                f'its norms, or for convert_model "none", which removes them, got {choice!r}: the '
+                f"options are {', '.join(known)}"
             )
         require_known(choice, known, "a site")
         options = replace(self, **choice)
@@ -71,7 +74,7 @@ class LayerOptions:
 def options_by_glob(to: Target, base: LayerOptions) -> dict[str, LayerOptions | None]:
     """Return the checked options for each glob of ``to``, those for the rest last.
 
-    ``base`` has the options that a glob leaves out; None keeps the norms.
+    ``base`` has the options that a glob leaves out. Where the norms stay there is None.
     """
     choices: Mapping[str, Any] = to if isinstance(to, Mapping) else {REST: to}
     for glob in choices:
@@ -81,7 +84,7 @@ def options_by_glob(to: Target, base: LayerOptions) -> dict[str, LayerOptions | 
     options: dict[str, LayerOptions | None] = {}
     for glob in [*globs, REST]:
         choice = choices.get(glob, {})
-        options[glob] = None if choice is None else base.changed(choice)
+        options[glob] = None if choice == KEEP else base.changed(choice)
     return options
 
 

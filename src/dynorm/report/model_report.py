@@ -296,5 +296,5 @@ def about_sites(errors: Mapping[str, float]) -> str:
     figures = listed([f"{path} ({digits(errors[path])})" for path in worst])
     return (
         "If you may keep some norms, keep those of the largest layer errors, over twice the median "
-        f"({digits(middle)}): {figures}. A norm is kept with to={{path: None}}, or --to PATH=keep."
+        f"({digits(middle)}): {figures}. A norm is kept with to={{path: 'keep'}}, or --to PATH=keep."
     )
