@@ -189,6 +189,29 @@ def test_convert_model_refuses_what_is_not_a_recipe() -> None:
     assert isinstance(model.get_submodule("1"), nn.LayerNorm)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"to": "none", "stock": True}, r"stock must be left out.*as_stock"),
+        ({"max_length": 64}, r"max_length must be left out.*got max_length=64: cut the texts"),
+        ({"batch": 8}, r"batch must be left out.*batches of that size"),
+        ({"calibration": None}, r"calibration must be left out.*that many samples"),
+        ({"held_out": 64}, r"held_out must be batches.*got 64.*dynorm convert"),
+    ],
+)
+def test_convert_model_refuses_what_only_the_command_can_use(
+    options: dict[str, Any], words: str
+) -> None:
+    model = plain()
+    with pytest.raises(ArgumentError, match=words):
+        dynorm.convert_model(model, rows(), steps=0, **options)
+    assert isinstance(model.get_submodule("1"), nn.LayerNorm)
+    # A recipe that the command has saved holds them, and stays usable.
+    recipe = Recipe(steps=0, held_out=64, max_length=64, batch=8, calibration=16)
+    report = dynorm.convert_model(model, rows(), recipe=recipe)
+    assert report.meta["recipe"] == recipe.to_dict()
+
+
 def test_the_first_glob_that_matches_decides() -> None:
     model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.LayerNorm(16))
     recipe = Recipe(to={"0": "keep", "2": {"witnesses": 2}, "[023]": "dyt"}, steps=0)

@@ -83,7 +83,7 @@ class Recipe(Plain):
             becomes a line, whose bias takes the mean out if it was a LayerNorm, and :func:`fold_` removes
             it in the end. A line that cannot be folded stays, and the report names it.
         stock: with ``to="none"``, save the model in its own class, as :func:`dynorm.hub.as_stock`
-            returns it. This field is only for the command.
+            returns it. Only for the command, as ``held_out`` and the three fields behind it are.
         witnesses: the number of channels, at most 16, from which each layer may estimate the size
             of a token. With 0 each value depends on its own channel.
         fold_means: first fold the means of LayerNorms into the weights, as :func:`fold_` does with
@@ -98,7 +98,8 @@ class Recipe(Plain):
         bf16: distil in bfloat16.
         checkpoints: folder for checkpoints of the distillation.
         held_out: number of samples to measure on. This and the next three fields are only for the
-            command; :func:`convert_model` takes batches.
+            command: :func:`convert_model` takes batches, ignores them in a recipe, and refuses them
+            as keywords.
         max_length: longest text in tokens, or the size of the blocks of a language model.
         batch: batch size.
         calibration: number of samples on which the constants are fitted site by site.

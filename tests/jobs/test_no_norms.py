@@ -170,4 +170,4 @@ def test_a_line_that_must_stay_is_refused_before_the_training(
     monkeypatch.setattr("dynorm.jobs.stages.distill_", lambda *_, **__: pytest.fail("trained"))
     model = build("qwen3").float()
     with pytest.raises(ModelError, match=r"4 layers are still there.*q_norm"):
-        dynorm.convert_model(model, batches(), to="none", steps=2, stock=True)
+        dynorm.convert_model(model, batches(), recipe=Recipe(to="none", steps=2, stock=True))

@@ -1,6 +1,6 @@
 """The main job in one call: find, replace, calibrate, distil, measure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,14 @@ from dynorm.jobs.stages import Data, convert_in_stages_
 from dynorm.recipe import Recipe
 from dynorm.replace.edits import is_changed
 from dynorm.report import ModelReport
+
+# The fields of a recipe that only the command can use, and what to do in a script.
+_FOR_THE_COMMAND = {
+    "stock": "call dynorm.hub.as_stock with the converted model",
+    "max_length": "cut the texts of the batches",
+    "batch": "pass batches of that size",
+    "calibration": "pass that many samples",
+}
 
 
 def convert_model(
@@ -35,19 +43,19 @@ def convert_model(
         batches: tensors, tuples or dicts, for ``model(x)``, ``model(*x)`` or ``model(**x)``,
             without labels. Padding is ignored.
         held_out: batches to measure on. None sets every fourth of ``batches`` aside for it.
-        recipe: how to convert, a :class:`Recipe`; None takes the defaults. Its fields about samples
-            (``held_out``, ``max_length``, ``batch``, ``calibration``) are not used here, because
-            the batches are given.
+        recipe: how to convert, a :class:`Recipe`, perhaps one that the command saved; None takes
+            the defaults. Its fields for the command (``held_out``, ``max_length``, ``batch``,
+            ``calibration``, ``stock``) make no batches here and save nothing.
         options: other fields of the :class:`Recipe`, such as ``to="dyt"``, ``witnesses=2``
-            or ``steps=0``, in place of those of ``recipe``.
+            or ``steps=0``, in place of those of ``recipe``. Those for the command are refused.
 
     Returns:
         The report on the held-out batches. ``report.meta["recipe"]`` is the recipe with the
         defaults for the model filled in, and ``report.meta["stages"]`` has the result of each stage.
 
     Raises:
-        ArgumentError: an option is unknown or outside its domain, or there are steps of
-            distillation and transformers is not installed.
+        ArgumentError: an option is unknown, outside its domain or only for the command, or there
+            are steps of distillation and transformers is not installed.
         DataError: there are fewer than two batches, or the model does not take them.
         ModelError: the model has no norm to replace, is converted in part already, or cannot be
             converted or copied.
@@ -59,6 +67,7 @@ def convert_model(
         >>> report.output.cosine_mean > 0.7
         True
     """
+    _require_usable(held_out, options)
     recipe = _checked(recipe, options)
     if is_changed(model):
         raise ModelError(
@@ -84,6 +93,21 @@ def convert_model(
         )
     data = Data(fit, fit, tests, tests[:2])
     return convert_in_stages_(model, data, recipe, {})
+
+
+def _require_usable(held_out: object, options: Mapping[str, object]) -> None:
+    """Refuse options that only the command can use, because it makes the batches and saves."""
+    for name, remedy in _FOR_THE_COMMAND.items():
+        if name in options:
+            raise ArgumentError(
+                f"{name} must be left out of convert_model, which takes batches and saves nothing, "
+                f"got {name}={options[name]!r}: {remedy}, or use `dynorm convert`"
+            )
+    if isinstance(held_out, int):
+        raise ArgumentError(
+            f"held_out must be batches to measure on, got {held_out!r}: a number of samples is for "
+            "`dynorm convert`"
+        )
 
 
 def _checked(recipe: Recipe | None, options: dict[str, Any]) -> Recipe:
