@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import dynorm
 from dynorm.batches import call
 from dynorm.errors import ArgumentError, DataError, ModelError
-from dynorm.fit.refine import site_errors, unexplained_share
+from dynorm.fit.site_errors import site_errors, unexplained_share
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import dynorm_layers
 from dynorm.replace.original import norm_outputs, recorded

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from dynorm.arguments import require_gathered, upcast
 from dynorm.batches import Batch, call, token_masks, valid_tokens
 from dynorm.errors import ModelError
-from dynorm.fit.refine import require_gradients, site_errors, unexplained_share
+from dynorm.fit.site_errors import require_gradients, site_errors, unexplained_share
 from dynorm.guard import autocast, recomputing, require_trainable
 from dynorm.outputs import output_tensor, sample_vectors
 from dynorm.replace.converted import norms_of, require_layers
