@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dynorm.kernels import _triton, _triton_kernels, _triton_product
+from dynorm.kernels import _form, _triton, _triton_kernels, _triton_product
 from dynorm.kernels._form import Form, FunctionCode, Parameters
 from dynorm.kernels._triton_product import Tile
 
@@ -30,6 +30,8 @@ AMPERE, HOPPER = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32)
 # A size that 16 divides, and one of which nothing is known: they are compiled apart.
 EVEN, ANY = ("i32", 16), ("i32", 1)
 THREADS = 128
+# The gradients that are computed: of x, the constant, weight and bias.
+_WANTED = _form.OF_X | _form.OF_CONSTANT | _form.OF_WEIGHT | _form.OF_BIAS
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # The asynchronous copies of Ampere and later: the next tile is loaded while this one is computed.
 LOAD_AHEAD = "LDGSTS"
@@ -90,7 +92,11 @@ def backward_kernel(
 ) -> Any:
     """Compile the backward kernel for the gradients of all that :func:`forward_kernel` takes."""
     rows, columns = _triton.tile(channels)
-    wanted = 0b11011 | parts << 5 | (parts and function == FunctionCode.DERF) << 2
+    wanted = _WANTED
+    if parts:
+        wanted |= _form.OF_TOKENS
+    if parts and function == FunctionCode.DERF:
+        wanted |= _form.OF_SHIFT
     return compiled(
         _triton_kernels.backward_kernel,
         target,
@@ -115,7 +121,7 @@ def sum_kernel(target: GPUTarget, dtype: str, channels: int) -> Any:
         rows=ANY,
         chunks=ANY,
         FORM=_triton.Choices(FunctionCode.DYISRU, True, 1.0, channels),
-        WANTED=0b11011,
+        WANTED=_WANTED,
         BLOCKS=_triton.ceil_divide(channels, _triton.tile(channels)[1]),
         SLOT=_triton._aligned(channels),
         BLOCK_PARTS=_triton._PARTS,

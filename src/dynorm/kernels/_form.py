@@ -43,6 +43,10 @@ NAMESPACE = __name__.partition(".")[0]
 # Parameters and Form in the schemas of these operators.
 TENSORS = "Tensor constant, Tensor? shift, Tensor? weight, Tensor? bias"
 FORM = "int function, bool logarithmic, float scale"
+# A bit for each gradient of a call, in the order of its tensors: of x, of the parameters, and of the
+# tokens' numbers.
+GRADIENTS = (1, 2, 4, 8, 16, 32)
+OF_X, OF_CONSTANT, OF_SHIFT, OF_WEIGHT, OF_BIAS, OF_TOKENS = GRADIENTS
 # 1 / (beta slope^2): the slope of erf at 0 is 2 / sqrt(pi).
 RATIO_OF_DERF = 4 / torch.pi
 

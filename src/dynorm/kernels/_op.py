@@ -221,9 +221,9 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, by_op: bool, *arguments: Any) -> tuple[Tensor, ...]:
-        x, residual, *others = arguments[:7]
+        x, residual, *others, function, logarithmic, scale = arguments
         ctx.by_op = by_op
-        ctx.form = arguments[7:]
+        ctx.form = function, logarithmic, scale
         if not by_op:
             results = _values(*arguments)
         elif is_on_gpu(x):
@@ -242,8 +242,7 @@ class _Pointwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None = None) -> Any:
         tensors = ctx.saved_tensors
-        # Of `by_op`, x, the residual and the others.
-        _, need_x, need_residual, *need_others = ctx.needs_input_grad[:8]
+        _, need_x, need_residual, *need_others, _, _, _ = ctx.needs_input_grad
         needed = [need_x or need_residual, *need_others]
         if grad is None:
             grad = torch.zeros_like(tensors[0])
@@ -305,16 +304,16 @@ def require_one_device(x: Tensor, *parameters: Tensor | None) -> None:
 
 def _values(*arguments: Any) -> list[Tensor]:
     """Return the results of the op, by a kernel if one serves."""
-    x, residual, *parameters, token_constant = arguments[:7]
-    form = Form(*arguments[7:])
+    x, residual, *parameters, token_constant, function, logarithmic, scale = arguments
+    form = function, logarithmic, scale
     results = _by_kernel(form, x, residual, parameters, token_constant)
     return _defined(*arguments) if results is None else results
 
 
 def _defined(*arguments: Any) -> list[Tensor]:
     """Return the results of the op by the definition."""
-    x, residual, *parameters, token_constant = arguments[:7]
-    form = Form(*arguments[7:])
+    x, residual, *parameters, token_constant, function, logarithmic, scale = arguments
+    form = Form(function, logarithmic, scale)
     total = x if residual is None else x + residual
     defined = form.definition(total, parameters, token_constant)
     y = torch.empty_like(total).copy_(defined)
@@ -326,8 +325,9 @@ def _gradients(*arguments: Any) -> list[Tensor]:
 
     They are the gradients that are needed, of x, of the parameters and of the tokens' numbers.
     """
-    grad, grad_sum, x, *parameters, token_constant = arguments[:8]
-    form, needed = arguments[8:11], arguments[11]
+    grad, grad_sum, *tensors, function, logarithmic, scale, needed = arguments
+    x, *parameters, token_constant = tensors
+    form = function, logarithmic, scale
     kernels = _kernels_of(x.device.type)
     if kernels is None:
         return plain_gradients(*arguments)
@@ -343,8 +343,8 @@ def _gradients(*arguments: Any) -> list[Tensor]:
 
 def plain_gradients(*arguments: Any) -> list[Tensor]:
     """Return the same by the definition, which can be differentiated again."""
-    grad, grad_sum, *tensors = arguments[:8]
-    form, needed = Form(*arguments[8:11]), arguments[11]
+    grad, grad_sum, *tensors, function, logarithmic, scale, needed = arguments
+    form = Form(function, logarithmic, scale)
     again = torch.is_grad_enabled()
     inputs: list[Tensor] = []
     with torch.enable_grad():
@@ -356,11 +356,12 @@ def plain_gradients(*arguments: Any) -> list[Tensor]:
                 if not tensor.requires_grad:
                     tensors[place].requires_grad_()
                 inputs.append(tensors[place])
+        x, *parameters, token_constant = tensors
         # The operator, which has no numbers of tokens, lets Inductor sum a constant's gradient by rows.
-        if tensors[5] is None:
-            y = definition(*tensors[:5], *form)
+        if token_constant is None:
+            y = definition(x, *parameters, *form)
         else:
-            y = form.definition(tensors[0], tensors[1:5], tensors[5])
+            y = form.definition(x, parameters, token_constant)
         found = torch.autograd.grad(y, inputs, grad, create_graph=again, materialize_grads=True)
     gradients = list(found)
     if grad_sum is not None and needed[0]:
@@ -370,13 +371,13 @@ def plain_gradients(*arguments: Any) -> list[Tensor]:
 
 def _fake_values(*arguments: Any) -> list[Tensor]:
     """Return empty results, by which compilers know their shapes."""
-    x, residual = arguments[:2]
+    x, residual, *_ = arguments
     return [torch.empty_like(x) for given in (x, residual) if given is not None]
 
 
 def _fake_gradients(*arguments: Any) -> list[Tensor]:
     """Return empty gradients."""
-    tensors, needed = arguments[2:8], arguments[11]
+    _, _, *tensors, _, _, _, needed = arguments
     return [torch.empty_like(t) for t, need in zip(tensors, needed, strict=True) if need]
 
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 from dynorm.kernels import _triton
-from dynorm.kernels._form import FORM, NAMESPACE, TENSORS, Form
+from dynorm.kernels._form import FORM, NAMESPACE, TENSORS
 from dynorm.kernels._op import backward_op, plain_gradients, trains_by_op, wants_gradient
 from dynorm.kernels._traced import definition
 
@@ -35,9 +35,10 @@ class _Product(torch.autograd.Function):
             total, y = product_op(
                 x, weight, transposed, product_bias, factor, residual, True, *layer
             )
+        *parameters, function, logarithmic, scale = layer
         ctx.transposed = transposed
-        ctx.form = layer[4:]
-        ctx.save_for_backward(x, weight, product_bias, factor, total, *layer[:4])
+        ctx.form = function, logarithmic, scale
+        ctx.save_for_backward(x, weight, product_bias, factor, total, *parameters)
         ctx.set_materialize_grads(False)
         return total, y
 
@@ -48,14 +49,15 @@ class _Product(torch.autograd.Function):
         need_x, need_weight, _, need_bias, need_factor, need_residual, _, *need_layer = (
             ctx.needs_input_grad
         )
+        *need_parameters, _, _, _ = need_layer
         if grad is None:
             grad = torch.zeros_like(total)
         # Of the total, of the parameters, and of numbers of tokens, which there are none of.
-        needed = [True, *need_layer[:4], False]
+        needed = [True, *need_parameters, False]
         gradients = backward_op if trains_by_op(total) else plain_gradients
         found = iter(gradients(grad, grad_total, total, *parameters, None, *ctx.form, needed))
         of_total = next(found)
-        of_layer = [next(found) if need else None for need in need_layer[:4]]
+        of_layer = [next(found) if need else None for need in need_parameters]
 
         rows = of_total.reshape(-1, total.shape[-1])
         inputs = x.reshape(-1, x.shape[-1])
@@ -104,9 +106,9 @@ def _compute(*arguments: Any) -> tuple[Tensor, Tensor]:
             pointers.append(None if tensor is None else tensor.contiguous())
         if _triton_product.can_multiply(x, weight, pointers[-1]):
             kept = total if keep_total else None
-            _triton_product.product(
-                x, weight, transposed, pointers, layer[:4], Form(*layer[4:]), kept, y
-            )
+            *parameters, function, logarithmic, scale = layer
+            form = function, logarithmic, scale
+            _triton_product.product(x, weight, transposed, pointers, parameters, form, kept, y)
             return total, y
     result = F.linear(x, weight.t() if transposed else weight, product_bias)
     if factor is not None:
@@ -120,7 +122,7 @@ def _compute(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _empty(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return empty results, by which compilers know their shapes."""
-    x, weight, transposed, _, _, residual, keep_total = arguments[:7]
+    x, weight, transposed, _, _, residual, keep_total, *_ = arguments
     shape = (*x.shape[:-1], weight.shape[int(transposed)]) if residual is None else residual.shape
     return x.new_empty(shape if keep_total else 0), x.new_empty(shape)
 

@@ -13,7 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynorm.kernels._form import DTYPES, PLAIN_TYPES, Fields, Numbers, Parameters, UnfitError
+from dynorm.kernels._form import (
+    DTYPES,
+    GRADIENTS,
+    OF_TOKENS,
+    OF_X,
+    PLAIN_TYPES,
+    Fields,
+    Numbers,
+    Parameters,
+    UnfitError,
+)
 
 # The least that Triton for NVIDIA supports.
 _CAPABILITY = (8, 0)
@@ -24,8 +34,6 @@ _TILE = 1024
 _BACKWARD_TILE, _RESIDENT = 2048, 2
 _PARAMETERS = len(Parameters._fields)
 _WEIGHT = Parameters._fields.index("weight")
-# The bit of the tokens' gradient, behind that of x and those of the parameters.
-_TOKENS = _PARAMETERS + 1
 # The gradients of one buffer begin at multiples of this number of elements.
 _ALIGNMENT = 16
 # The tile in which partial sums are added up.
@@ -118,22 +126,23 @@ def gradients(
         raise UnfitError
     tensors = (x, *parameters, token_constant)
     wanted = 0
-    for place, (tensor, need) in enumerate(zip(tensors, needed, strict=True)):
-        wanted |= (need and tensor is not None) << place
+    for bit, tensor, need in zip(GRADIENTS, tensors, needed, strict=True):
+        if need and tensor is not None:
+            wanted |= bit
     channels = x.shape[-1]
     rows = x.numel() // channels
     slot = _aligned(channels)
     sums = None
-    if wanted >> 1:
+    if wanted & ~OF_X:
         dtypes = {tensor.dtype for tensor in tensors[1:] if tensor is not None}
         dtype = dtypes.pop() if len(dtypes) == 1 else _compute_dtype(x)
-        numbers = _PARAMETERS * slot + rows * (wanted >> _TOKENS)
+        numbers = _PARAMETERS * slot + rows * bool(wanted & OF_TOKENS)
         sums = torch.empty(numbers, dtype=dtype, device=x.device)
     grad_x = _backward(form, grad, x, parameters, token_constant, grad_total, wanted, sums)
-    results: list[Tensor | None] = [grad_x if wanted & 1 else None]
-    for place, tensor in enumerate(tensors[1:]):
+    results: list[Tensor | None] = [grad_x if wanted & OF_X else None]
+    for place, (bit, tensor) in enumerate(zip(GRADIENTS[1:], tensors[1:], strict=True)):
         gradient = None
-        if sums is not None and tensor is not None and wanted >> place & 2:
+        if sums is not None and tensor is not None and wanted & bit:
             gradient = sums.as_strided(tensor.shape, tensor.stride(), place * slot)
             gradient = gradient.to(tensor.dtype)
         results.append(gradient)
@@ -153,7 +162,7 @@ def _backward(
     """Return the gradient of x, and write those of the parameters and tokens, one in each slot of ``sums``."""
     channels = x.shape[-1]
     rows = x.numel() // channels
-    has_tokens = wanted >> _TOKENS
+    has_tokens = bool(wanted & OF_TOKENS)
     block_rows, block_columns = tile(channels)
     blocks = ceil_divide(channels, block_columns)
     # All programs run at the same time, and go through the rows with the same stride.

@@ -1,8 +1,7 @@
 """The family as Triton kernels: forward, backward, and the sums of the parameters' gradients.
 
 Compile-time choices are the parameters that exist, ``FORM`` (a :class:`dynorm.kernels._triton.Choices`)
-and ``WANTED``, whose bits say which gradients are wanted: of x, of constant, shift, weight and bias,
-and of the tokens' numbers.
+and ``WANTED``, the bits of the gradients that are wanted.
 """
 
 # Triton's language has Python's syntax, not its types, and its constants are in capitals.
@@ -12,6 +11,7 @@ and of the tokens' numbers.
 import triton
 import triton.language as tl
 
+from dynorm.kernels import _form
 from dynorm.kernels._triton_functions import (
     by_channel,
     by_total,
@@ -22,6 +22,19 @@ from dynorm.kernels._triton_functions import (
     shift_of,
     value,
 )
+
+# Bits of WANTED. They come first in an expression: in the interpreter WANTED is a plain number.
+OF_X = tl.constexpr(_form.OF_X)
+OF_CONSTANT = tl.constexpr(_form.OF_CONSTANT)
+OF_SHIFT = tl.constexpr(_form.OF_SHIFT)
+OF_WEIGHT = tl.constexpr(_form.OF_WEIGHT)
+OF_BIAS = tl.constexpr(_form.OF_BIAS)
+OF_TOKENS = tl.constexpr(_form.OF_TOKENS)
+# The places of the sums; that of the constant is 0.
+SHIFT = tl.constexpr(1)
+WEIGHT = tl.constexpr(2)
+BIAS = tl.constexpr(3)
+TOKENS = tl.constexpr(4)
 
 
 @triton.jit
@@ -148,41 +161,41 @@ def backward_kernel(
             of_row, root = of_token(constant, token_ptr + row, row < rows, FUNCTION)
         # Computed again from x, because f was not saved.
         f, slope, by_constant, by_shift = derivatives(u, of_row, shift, FUNCTION, NARROW)
-        if WANTED & 32:
+        if OF_TOKENS & WANTED:
             by_this = grad * (gain * by_total(by_constant, of_row, FUNCTION))
-            target = partial_ptr + 4 * region + block.to(tl.int64) * rows + row
+            target = partial_ptr + TOKENS * region + block.to(tl.int64) * rows + row
             tl.store(target, tl.sum(by_this, 1, keep_dims=True), row < rows)
         if token_ptr is not None:
             by_constant = by_constant * (root * root * root)
-        if WANTED & 1:
+        if OF_X & WANTED:
             of_x = grad * (gain * slope)
             if grad_total_ptr is not None:
                 of_x += tl.load(grad_total_ptr + offset, mask, other=0.0).to(COMPUTE)
             tl.store(buffer_ptr + offset, of_x.to(buffer_ptr.dtype.element_ty), mask)
-        if WANTED & 2:
+        if OF_CONSTANT & WANTED:
             sum_constant += grad * by_constant
-        if WANTED & 4:
+        if OF_SHIFT & WANTED:
             sum_shift += grad * by_shift
-        if WANTED & 8:
+        if OF_WEIGHT & WANTED:
             sum_value += grad * f
-        if WANTED & 16:
+        if OF_BIAS & WANTED:
             sum_grad += grad
 
     # Weight, scale and beta do not vary along a sum: they are multiplied in once.
     if FORM.logarithmic:
         # d beta = beta d log(beta); d slope = -slope / 2 d log(beta).
         sum_constant *= constant * (-0.5 if FUNCTION == 3 else 1.0)
-    if WANTED & 2:
+    if OF_CONSTANT & WANTED:
         tl.store(partial_ptr + program, tl.sum(sum_constant * gain))
-    if WANTED & 4:
-        tl.store(partial_ptr + region + program, tl.sum(sum_shift * gain))
+    if OF_SHIFT & WANTED:
+        tl.store(partial_ptr + SHIFT * region + program, tl.sum(sum_shift * gain))
     columns = chunk * CHANNELS + channel
-    if WANTED & 8:
+    if OF_WEIGHT & WANTED:
         by_weight = tl.sum(sum_value * scale, 0, keep_dims=True)
-        tl.store(partial_ptr + 2 * region + columns, by_weight, inside)
-    if WANTED & 16:
+        tl.store(partial_ptr + WEIGHT * region + columns, by_weight, inside)
+    if OF_BIAS & WANTED:
         by_bias = tl.sum(sum_grad, 0, keep_dims=True)
-        tl.store(partial_ptr + 3 * region + columns, by_bias, inside)
+        tl.store(partial_ptr + BIAS * region + columns, by_bias, inside)
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])
@@ -205,22 +218,22 @@ def sum_kernel(
     """
     CHANNELS: tl.constexpr = FORM.channels
     COMPUTE: tl.constexpr = compute(buffer_ptr)
-    kind = tl.program_id(1)
+    place = tl.program_id(1)
     parts, numbers = chunks, CHANNELS
-    if kind < 2:
+    if place < WEIGHT:
         parts, numbers = chunks * BLOCKS, 1
-    if kind == 4:
+    if place == TOKENS:
         parts, numbers = BLOCKS, rows
     first = tl.program_id(0) * BLOCK_NUMBERS
-    if ((WANTED >> (kind + 1)) & 1 == 1) & (first < numbers):
+    if (((WANTED >> place) & OF_CONSTANT) != 0) & (first < numbers):
         number = first + tl.arange(0, BLOCK_NUMBERS)
         valid = number < numbers
         partial_ptr = (buffer_ptr + partial_offset).to(tl.pointer_type(COMPUTE))
-        partial_ptr += kind.to(tl.int64) * chunks * CHANNELS
+        partial_ptr += place.to(tl.int64) * chunks * CHANNELS
         total = tl.zeros([BLOCK_PARTS, BLOCK_NUMBERS], COMPUTE)
         for start in range(0, parts, BLOCK_PARTS):
             part = (start + tl.arange(0, BLOCK_PARTS)[:, None]).to(tl.int64)
             mask = (part < parts) & valid[None, :]
             total += tl.load(partial_ptr + part * numbers + number[None, :], mask, other=0.0)
         result = tl.sum(total, 0).to(gradients_ptr.dtype.element_ty)
-        tl.store(gradients_ptr + kind.to(tl.int64) * SLOT + number, result, valid)
+        tl.store(gradients_ptr + place.to(tl.int64) * SLOT + number, result, valid)
