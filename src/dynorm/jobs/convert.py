@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Unpack
 
 from dynorm.errors import ArgumentError, require_library
-from dynorm.fold.stock import as_stock
+from dynorm.fold.stock import as_stock, stock_config
 from dynorm.jobs.inputs import ShuffledBatches
 from dynorm.jobs.job import JobOptions, load_job
 from dynorm.jobs.stages import Data, Say, convert_in_stages_, silent
@@ -49,6 +49,9 @@ def convert_pretrained(
     job = load_job(source, recipe, say, **options)
     model = job.pretrained.model
     recipe = job.recipe
+    if recipe.stock:
+        # A class that cannot hold the result is refused before the work.
+        stock_config(model)
     assert recipe.batch is not None
     assert recipe.calibration is not None
     inputs = job.inputs

@@ -17,7 +17,7 @@ from dynorm.errors import ModelError
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_
 from dynorm.fold import attribution, fold_lines_, fold_means_
-from dynorm.fold.stock import as_stock, stock_config
+from dynorm.fold.stock import as_stock
 from dynorm.guard import edited_parts, unchanged_on_error
 from dynorm.plain import JsonObject
 from dynorm.recipe import LANGUAGE, Recipe, defaults_of
@@ -53,21 +53,21 @@ def convert_in_stages_(
     After each stage the outputs for a few held-out batches are compared with the original's. After
     an error the model is as it was before.
     """
-    if recipe.stock:
-        stock_config(model)
     batch = data.calibration[len(data.calibration) // 2]
-    sites = sites_of_original = find_norms(model, batch)
+    sites = find_norms(model, batch)
     original = _copied(model)
     course = _Course(model, original, data.compared, say)
     with _restored_on_error(model, original):
+        # Folding the means makes RMSNorms of LayerNorms.
+        norms = sites
         if recipe.fold_means:
             chosen = chosen_options(sites, recipe.options_by_glob())
             means = fold_means_(model, sites, chosen, batch, data.calibration)
             if means is not None:
-                sites = means.norms
+                norms = means.norms
                 say(means.summary())
                 course.details["fold_means"] = means.to_dict()
-        converted = convert_(model, sites, recipe.layers, witnesses=recipe.witnesses)
+        converted = convert_(model, norms, recipe.layers, witnesses=recipe.witnesses)
         say(converted.summary())
         course.run("calibrate", calibrate_, data.calibration)
         ways = ways_on(bool(recipe.steps), bool(recipe.witnesses))
@@ -86,15 +86,9 @@ def convert_in_stages_(
                 bf16=recipe.bf16,
                 checkpoints=recipe.checkpoints,
             )
-        begun = time.perf_counter()
-        report = measure(
-            model,
-            data.held_out,
-            original=original,
-            sites=sites_of_original,
-            meta=meta | {"recipe": recipe.to_dict()},
-        )
-        course.seconds["measure"] = round(time.perf_counter() - begun, 2)
+        meta = meta | {"recipe": recipe.to_dict()}
+        with course.timed("measure"):
+            report = measure(model, data.held_out, original=original, sites=sites, meta=meta)
         if recipe.removes_norms:
             course.run("fold", fold_lines_, batch)
             if defaults_of(model) is LANGUAGE:
@@ -125,15 +119,21 @@ class _Course:
         self._compared = compared
         self._say = say
 
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Note how long the context lasts."""
+        begun = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - begun, 2)
+
     def run(self, name: str, verb: Callable[..., Any], batches: Any, **options: object) -> None:
         """Call a verb, and compare the model's outputs with the original's after it."""
-        begun = time.perf_counter()
-        report = verb(self._model, batches, **options)
-        seconds = time.perf_counter() - begun
-        self.seconds[name] = round(seconds, 2)
+        with self.timed(name):
+            report = verb(self._model, batches, **options)
         output = compare(self._model, self._original, self._compared)
         done = STAGES[name]
-        self._say(f"{done}, in {seconds:.0f} s, on a few samples: {about_loss(output)}")
+        seconds = f"{self.seconds[name]:.0f} s"
+        self._say(f"{done}, in {seconds}, on a few samples: {about_loss(output)}")
         self.details[name] = report.to_dict() | {"output": asdict(output)}
 
 
