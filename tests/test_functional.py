@@ -25,27 +25,27 @@ INF, NAN = math.inf, math.nan
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Array = NDArray[np.float64]
 # name: the function of (x, constant, weight, bias, center, dim), and the formula without weight and
-# bias in NumPy.
+# bias in NumPy. Only dyisru_general has a center.
 POINTWISE: dict[str, tuple[Callable[..., Tensor], Callable[[Array, Array, Array, int], Array]]] = {
     "dyt": (
-        lambda x, a, w, b, c, dim=-1: F.dyt(x, a, w, b, center=c, scale=1.5, dim=dim),
-        lambda x, a, c, n: 1.5 * np.tanh(a * (x - c)),
+        lambda x, a, w, b, c, dim=-1: F.dyt(x, a, w, b, scale=1.5, dim=dim),
+        lambda x, a, c, n: 1.5 * np.tanh(a * x),
     ),
     "scaled_dyt": (
-        lambda x, a, w, b, c, dim=-1: F.scaled_dyt(x, a, w, b, center=c, dim=dim),
-        lambda x, a, c, n: np.sqrt(n - 1) * np.tanh(a * (x - c)),
+        lambda x, a, w, b, c, dim=-1: F.scaled_dyt(x, a, w, b, dim=dim),
+        lambda x, a, c, n: np.sqrt(n - 1) * np.tanh(a * x),
     ),
     "dyisru": (
         lambda x, a, w, b, c, dim=-1: F.dyisru_general(x, a, c, w, b, dim=dim),
         lambda x, a, c, n: np.sqrt(n - 1) * (x - c) / np.sqrt(a + (x - c) ** 2),
     ),
     "derf": (
-        lambda x, a, w, b, c, dim=-1: F.derf(x, a, 0.25, w, b, center=c, scale=1.5, dim=dim),
-        lambda x, a, c, n: 1.5 * np.vectorize(math.erf, otypes=[float])(a * (x - c) + 0.25),
+        lambda x, a, w, b, c, dim=-1: F.derf(x, a, 0.25, w, b, scale=1.5, dim=dim),
+        lambda x, a, c, n: 1.5 * np.vectorize(math.erf, otypes=[float])(a * x + 0.25),
     ),
     "linear": (
-        lambda x, a, w, b, c, dim=-1: F.linear(x, a, w, b, center=c, dim=dim),
-        lambda x, a, c, n: a * (x - c),
+        lambda x, a, w, b, c, dim=-1: F.linear(x, a, w, b, dim=dim),
+        lambda x, a, c, n: a * x,
     ),
 }
 # Functions of (x, constant): odd, and all but the last two bounded by 1.

@@ -16,7 +16,7 @@ from dynorm import theory
 from dynorm.errors import ArgumentError
 
 # name: the function of (x, constant, weight, bias, center), f of u and beta, and the constant of a
-# beta.
+# beta. Only dyisru_general has a center.
 FUNCTIONS: dict[
     str, tuple[Callable[..., Tensor], Callable[[float, float], float], Callable[[Tensor], Tensor]]
 ] = {
@@ -26,17 +26,17 @@ FUNCTIONS: dict[
         lambda beta: beta,
     ),
     "dyt": (
-        lambda x, a, w, b, c, **more: F.dyt(x, a, w, b, center=c, scale=1.5, **more),
+        lambda x, a, w, b, c, **more: F.dyt(x, a, w, b, scale=1.5, **more),
         lambda u, beta: math.tanh(u / math.sqrt(beta)),
         lambda beta: beta**-0.5,
     ),
     "derf": (
-        lambda x, a, w, b, c, **more: F.derf(x, a, 0.25, w, b, center=c, scale=1.5, **more),
+        lambda x, a, w, b, c, **more: F.derf(x, a, 0.25, w, b, scale=1.5, **more),
         lambda u, beta: math.erf(math.sqrt(math.pi / beta) / 2 * u + 0.25),
         theory.derf_alpha,
     ),
     "linear": (
-        lambda x, a, w, b, c, **more: F.linear(x, a, w, b, center=c, scale=1.5, **more),
+        lambda x, a, w, b, c, **more: F.linear(x, a, w, b, scale=1.5, **more),
         lambda u, beta: u / math.sqrt(beta),
         lambda beta: beta**-0.5,
     ),
@@ -65,6 +65,8 @@ def by_loop(
 ) -> Tensor:
     """The definition, one number at a time."""
     y = torch.empty_like(x)
+    if name != "dyisru":
+        center = torch.zeros(C)
     for token, out in zip(x.tolist(), y, strict=True):
         u = [value - c for value, c in zip(token, center.tolist(), strict=True)]
         for i in range(C):

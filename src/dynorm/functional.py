@@ -11,18 +11,19 @@ A constant of a point-wise function (``alpha``, ``beta``, ``shift``, ``slope``, 
 dimensions of ``x`` and broadcast against it, as one constant per token is. ``weight`` and ``bias`` have the
 shape (C,). The values of tensors are not validated, to avoid waiting for a device.
 
-Every point-wise function is put together in the same way, from ``u = x - center``:
+Every point-wise function is put together in the same way:
 
-.. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot f(u) + \mathrm{bias}
+.. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot f(x) + \mathrm{bias}
 
 With witness channels, a set K of chosen channels, beta depends on the token:
 
-.. math:: \beta_i(x) = \beta + \sum_{k \in K, k \neq i} g_k u_k^2
+.. math:: \beta_i(x) = \beta + \sum_{k \in K, k \neq i} g_k x_k^2
 
 DyISRU uses this value as its beta. The other functions keep the term k = i in the sum, and use
 :math:`1 / \sqrt{\beta}` as their slope at 0. With K empty they are the functions of one channel,
-bit for bit. DyISRU with all channels in K, g = 1, :math:`\beta = C \varepsilon`, center 0 and scale
+bit for bit. DyISRU with all channels in K, g = 1, :math:`\beta = C \varepsilon` and scale
 :math:`\sqrt{C}` is RMSNorm, exactly. RMSNorm over some channels is pRMSNorm (arXiv 1910.07467).
+Only :func:`dyisru_general` has a center, which it subtracts from x first.
 
 Equation numbers are those of arXiv 2503.21708; "the note" is "LayerNorm is centring, then RMSNorm,
 then the bias".
@@ -220,7 +221,6 @@ def dyt(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    center: Constant | None = None,
     scale: Constant = 1.0,
     dim: int = -1,
     witnesses: Tensor | None = None,
@@ -228,8 +228,7 @@ def dyt(
 ) -> Tensor:
     r"""Return the Dynamic Tanh (eq. 4; "Transformers without Normalization", arXiv 2503.10622).
 
-    .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \tanh(\alpha (x - \mathrm{center}))
-        + \mathrm{bias}
+    .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \tanh(\alpha x) + \mathrm{bias}
 
     The constant ``alpha`` is the slope at 0. The other arguments, shape and dtype are those of
     :func:`dyisru_general`.
@@ -240,10 +239,9 @@ def dyt(
     """
     z, axis = resolve(x, dim)
     alpha = constant("alpha", alpha, z, axis)
-    u = _shifted(z, center, axis)
     if has_witnesses(witnesses, gain):
-        u, alpha = slope_of_token(u, alpha, axis, witnesses, gain)
-    y = torch.tanh(alpha * u)
+        z, alpha = slope_of_token(z, alpha, axis, witnesses, gain)
+    y = torch.tanh(alpha * z)
     return _affine(y, scale, weight, bias, axis).to(x.dtype)
 
 
@@ -253,13 +251,11 @@ def scaled_dyt(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    center: Constant | None = None,
     dim: int = -1,
 ) -> Tensor:
     r"""Return the Dynamic Tanh with the bound of LayerNorm (eq. 11, Theorem 2).
 
-    .. math:: y = \mathrm{weight} \cdot \sqrt{C - 1} \tanh(\alpha (x - \mathrm{center}))
-        + \mathrm{bias}
+    .. math:: y = \mathrm{weight} \cdot \sqrt{C - 1} \tanh(\alpha x) + \mathrm{bias}
 
     Arguments, shape and dtype are those of :func:`dyt`.
 
@@ -268,7 +264,7 @@ def scaled_dyt(
         tensor([-2.0000,  0.0000,  0.9242,  1.5232,  1.8103])
     """
     _, axis = resolve(x, dim)
-    return dyt(x, alpha, weight, bias, center=center, scale=_bound(x, axis), dim=dim)
+    return dyt(x, alpha, weight, bias, scale=_bound(x, axis), dim=dim)
 
 
 def dyisru(
@@ -319,8 +315,7 @@ def dyisru_general(
     Args:
         x: Floating point tensor of any shape; infinities give the bound.
         beta: Positive constant, float or tensor.
-        center: Subtracted from ``x``: where the function is 0 (Derf's too, without a shift); a
-            constant, or None for 0.
+        center: Subtracted from ``x``: where the function is 0; a constant, or None for 0.
         weight: Factor of shape (C,), or None for 1.
         bias: Offset of the same shape, or None for 0.
         scale: Bound of the function before ``weight``, or a factor of the linear map; a constant,
@@ -339,7 +334,9 @@ def dyisru_general(
     """
     z, axis = resolve(x, dim)
     beta = constant("beta", beta, z, axis, positive=True)
-    u = clamped(_shifted(z, center, axis))
+    if center is not None:
+        z = z - constant("center", center, z, axis)
+    u = clamped(z)
     if has_witnesses(witnesses, gain):
         u, beta = beta_of_token(u, beta, axis, witnesses, gain)
     y = u / torch.sqrt(beta + u * u)
@@ -355,7 +352,6 @@ def derf(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    center: Constant | None = None,
     scale: Constant = 1.0,
     dim: int = -1,
     witnesses: Tensor | None = None,
@@ -364,7 +360,7 @@ def derf(
     r"""Return the Dynamic error function (arXiv 2512.10938).
 
     .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot
-        \mathrm{erf}(\alpha (x - \mathrm{center}) + \mathrm{shift}) + \mathrm{bias}
+        \mathrm{erf}(\alpha x + \mathrm{shift}) + \mathrm{bias}
 
     It is the function of "Stronger Normalization-Free Transformers".
     ``alpha`` and ``shift`` are constants. The other arguments, shape and dtype are those of
@@ -377,11 +373,10 @@ def derf(
     z, axis = resolve(x, dim)
     alpha = constant("alpha", alpha, z, axis)
     shift = constant("shift", shift, z, axis)
-    u = _shifted(z, center, axis)
     if has_witnesses(witnesses, gain):
         # The slope of erf at 0 is 2 / sqrt(pi).
-        u, alpha = slope_of_token(u, alpha, axis, witnesses, gain, ratio=4 / math.pi)
-    y = torch.erf(alpha * u + shift)
+        z, alpha = slope_of_token(z, alpha, axis, witnesses, gain, ratio=4 / math.pi)
+    y = torch.erf(alpha * z + shift)
     return _affine(y, scale, weight, bias, axis).to(x.dtype)
 
 
@@ -391,7 +386,6 @@ def linear(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    center: Constant | None = None,
     scale: Constant = 1.0,
     dim: int = -1,
     witnesses: Tensor | None = None,
@@ -399,30 +393,21 @@ def linear(
 ) -> Tensor:
     r"""Return a linear map, the control of studies: LayerNorm with constant statistics (eq. 3).
 
-    .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \mathrm{slope}
-        \cdot (x - \mathrm{center}) + \mathrm{bias}
+    .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot \mathrm{slope} \cdot x + \mathrm{bias}
 
     It has no bound; ``slope`` is a constant. The other arguments, shape and dtype are those of
     :func:`dyisru_general`.
 
     Example:
-        >>> linear(torch.tensor([0.0, 1.0, 3.0]), 0.5, center=1.0)
+        >>> linear(torch.tensor([-1.0, 0.0, 2.0]), 0.5)
         tensor([-0.5000,  0.0000,  1.0000])
     """
     z, axis = resolve(x, dim)
     slope = constant("slope", slope, z, axis)
     scale = constant("scale", scale, z, axis)
-    u = _shifted(z, center, axis)
     if has_witnesses(witnesses, gain):
-        u, slope = slope_of_token(u, slope, axis, witnesses, gain)
-    return _affine(u, slope * scale, weight, bias, axis).to(x.dtype)
-
-
-def _shifted(z: Tensor, center: Constant | None, axis: int) -> Tensor:
-    """Return ``z - center``."""
-    if center is None:
-        return z
-    return z - constant("center", center, z, axis)
+        z, slope = slope_of_token(z, slope, axis, witnesses, gain)
+    return _affine(z, slope * scale, weight, bias, axis).to(x.dtype)
 
 
 def _affine(

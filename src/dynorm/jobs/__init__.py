@@ -1,4 +1,4 @@
-"""Work on transformers' models: the jobs of the command line."""
+"""Complete jobs: those of the command line on transformers' models, and ``convert_model`` on any module."""
 
 from dynorm.jobs.checkpoint import load_pretrained
 from dynorm.jobs.inputs import make_batches

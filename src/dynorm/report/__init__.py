@@ -1,6 +1,6 @@
 """Reports on a model's norms: the loss from replacing them, and how functions describe them.
 
-The records that the other verbs return are here too.
+The records that the other verbs return are here too, except those of ``dynorm.train``.
 """
 
 from dynorm.fit.calibrate import CalibrationReport, SiteCalibration

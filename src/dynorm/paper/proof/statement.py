@@ -114,18 +114,11 @@ class Statement:
         relation = _RELATIONS[type(claim)]
         self._add(Step(claim.lhs, relation, claim.rhs, reason, tag, by_sums=by_sums))
 
-    def then(
-        self,
-        right: Expr,
-        reason: str,
-        *,
-        tag: str = "",
-        by_sums: bool = False,
-    ) -> None:
+    def then(self, right: Expr, reason: str, *, tag: str = "") -> None:
         """Add a step that goes on from the right side of the one before: it equals ``right``."""
         left = self.steps[-1].right
         right = sp.sympify(right)
-        self._add(Step(left, "=", right, reason, tag, follows=True, by_sums=by_sums))
+        self._add(Step(left, "=", right, reason, tag, follows=True))
 
     def compare(self, formula: Expr, computed: Computed) -> None:
         """Add a function of dynorm that computes a formula for all channels of a token.
