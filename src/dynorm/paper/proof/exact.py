@@ -76,6 +76,8 @@ def decide(step: Step, statement: Statement) -> Verdict:
         return Verdict(False, f"sympy could not decide it: {problem}")
 
 
+# The parts of a formula return in step after step.
+@lru_cache(maxsize=8192)
 def evaluated(formula: Expr, definitions: Definitions) -> Expr:
     """Return a formula with its definitions inserted and its derivatives and limits worked out.
 
@@ -117,6 +119,7 @@ def reduced(formula: Expr) -> Expr:
     return without_sums.xreplace(_EVERY_TOKEN)
 
 
+@lru_cache(maxsize=8192)
 def _reduced_sum(total: Expr) -> Expr:
     body, (place, *_) = total.args
     body = sp.expand(body)
