@@ -76,12 +76,14 @@ def headers() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def guards_not_timed() -> Iterator[None]:
-    """Let torch.compile not measure how long its guards take: for that it empties the processor's caches."""
+def quick_compiler() -> Iterator[None]:
+    """Let torch note no stack traces, and not time guards: for that it empties the processor's caches."""
+    import torch.fx.config
     from torch._dynamo import guards
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
+        patch.setattr(torch.fx.config, "do_not_emit_stack_traces", True, raising=False)
         yield
 
 
