@@ -1,28 +1,34 @@
-"""Draw two norms of the real encoder on their own activations, with the function in their place.
+"""Draw the pictures of README.md and docs/quality.md: ``python -m benchmarks.picture``.
 
-``python -m benchmarks.picture`` writes docs/images/before-after.png: the norms that one curve fits
-best and worst.
+It writes docs/images/before-after.png, the two norms of the real encoder that one curve fits best and
+worst, on their own activations; and docs/images/sites.png, the errors of all sites of strict models
+without training and distilled, from benchmarks/results/quality.json.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import matplotlib as mpl
 import torch
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter, PercentFormatter
 
 import dynorm
+from benchmarks.tables import MODELS, runs_of
 from dynorm.jobs import encode, load_pretrained, make_batches
 from dynorm.jobs.texts import standard_library_docstrings
 from dynorm.report import InspectedSite
 from dynorm.report.colours import COLOURS
 from tools.demo_model import folder
 
-IMAGE = Path(__file__).parent.parent / "docs" / "images" / "before-after.png"
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
+# The layer and its witnesses.
+STRICT = ("dyisru", 0)
 
 
 def draw_site(axes: Axes, site: InspectedSite, words: str) -> None:
@@ -41,11 +47,26 @@ def draw_site(axes: Axes, site: InspectedSite, words: str) -> None:
     axes.legend(frameon=False, loc="upper left", fontsize=9, markerscale=3)
 
 
-def main() -> None:
-    """Write docs/images/before-after.png."""
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
+def draw_errors(axes: Axes, model: str) -> None:
+    """Draw the error of each site of a strict model, from the first to the last."""
+    strict = next(run for run in runs_of(model) if (run[0]["to"], run[0]["witnesses"]) == STRICT)
+    for steps, row in strict.items():
+        if "sites" not in row:
+            continue
+        errors = [100 * error for _, error in row["sites"]]
+        label = f"{steps:,} steps" if steps else "no training"
+        axes.plot(range(1, len(errors) + 1), errors, "o-", ms=3, lw=1, label=label)
+    axes.set_title(MODELS[model], fontsize=10)
+    axes.set_xlabel("norms, in the order of the model")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(PercentFormatter(decimals=0))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
 
+
+def draw_before_after(plt: Any) -> None:
+    """Write docs/images/before-after.png."""
     pretrained = load_pretrained(folder())
     batches = make_batches(pretrained, encode(pretrained, standard_library_docstrings()[::60]))
     sites = dynorm.inspect_norms(pretrained.model, batches).sites
@@ -54,7 +75,25 @@ def main() -> None:
     draw_site(axes[0], in_order[0], "where it fits best")
     draw_site(axes[1], in_order[-1], "where it fits worst")
     axes[0].set_ylabel("output y, without weight and bias")
-    figure.savefig(IMAGE, dpi=110)
+    figure.savefig(IMAGES / "before-after.png", dpi=110)
+
+
+def draw_sites(plt: Any) -> None:
+    """Write docs/images/sites.png."""
+    figure, axes = plt.subplots(1, len(MODELS), figsize=(11, 3.4), layout="constrained")
+    for place, model in zip(axes, MODELS, strict=True):
+        draw_errors(place, model)
+    axes[0].set_ylabel("error over the spread of the norm's output")
+    figure.savefig(IMAGES / "sites.png", dpi=110)
+
+
+def main() -> None:
+    """Write both pictures."""
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    draw_sites(plt)
+    draw_before_after(plt)
 
 
 if __name__ == "__main__":

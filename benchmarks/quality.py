@@ -3,7 +3,8 @@
 MODEL is minilm, smollm2 or dinov2. Each run converts a copy, measures it on held-out data of
 several kinds, distils it, and measures again. Rows are added to benchmarks/results/quality.json;
 rows that are there are not measured again. ``--check`` measures the first untrained row of the
-model again, and fails if it is worse than the committed one by more than its noise.
+model again, and fails if it is worse than the committed one by more than its noise. The errors of the
+sites are those on the first kind of data.
 """
 
 import argparse
@@ -54,31 +55,44 @@ class Subject:
     Args:
         model: the original.
         calibration: batches to set the constants on.
-        fit: batches to distil on, one per step; they are repeated if steps remain.
+        fit: the batches to distil on in the order of a seed, one per step; they are repeated if steps
+            remain.
         held_out: batches to measure on, for each kind of data.
         figures: the figures of a report that count for this kind of model.
     """
 
     model: nn.Module
     calibration: Batches
-    fit: Batches
+    fit: Callable[[int], Batches]
     held_out: dict[str, Batches]
     figures: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A conversion: the layer, its witnesses, how long it is distilled, and at which rate."""
+    """A conversion: the layer, its witnesses, how long it is distilled, at which rate, and how often."""
 
     to: str
     witnesses: int
     steps: int
     lr: float = dynorm.Recipe.lr
+    seeds: int = 1
+
+    def stages(self, seed: int) -> list[Row]:
+        """Return what distinguishes its rows: one without training, and one distilled per seed."""
+        start: Row = {"to": self.to, "witnesses": self.witnesses, "seed": seed}
+        stages = []
+        if seed == 0:
+            stages.append({**start, "stage": "calibrated", "steps": 0})
+        if self.steps:
+            stages.append({**start, "stage": "distilled", "steps": self.steps, "lr": self.lr})
+        return stages
 
 
 RUNS = {
     "minilm": [
-        Run("dyisru", 0, 500),
+        Run("dyisru", 0, 500, seeds=3),
+        Run("dyisru", 0, 1200),
         Run("linear", 0, 500),
         Run("dyt", 0, 0),
         Run("derf", 0, 0),
@@ -112,7 +126,7 @@ def minilm() -> Subject:
     return Subject(
         pretrained.model,
         make_batches(pretrained, ids[:256], 32, 0),
-        make_batches(pretrained, ids, 16, 0),
+        lambda seed: make_batches(pretrained, ids, 16, seed),
         held_out,
         EMBEDDING,
     )
@@ -139,7 +153,7 @@ def smollm2() -> Subject:
     return Subject(
         pretrained.model,
         make_batches(pretrained, ids[:24], 2, 0),
-        make_batches(pretrained, ids, 2, 0),
+        lambda seed: make_batches(pretrained, ids, 2, seed),
         held_out,
         LANGUAGE,
     )
@@ -154,7 +168,7 @@ def dinov2() -> Subject:
     return Subject(
         pretrained.model,
         list(inputs.batches(inputs.fit[:128], 2, 0)),
-        list(inputs.batches(inputs.fit, 4, 0)),
+        lambda seed: list(inputs.batches(inputs.fit, 4, seed)),
         {"photographs": list(inputs.batches(inputs.held_out, 8))},
         EMBEDDING,
     )
@@ -197,46 +211,38 @@ def headers() -> list[str]:
 
 
 def measured(model: nn.Module, subject: Subject) -> Row:
-    """Return the figures of a converted model on each kind of data."""
+    """Return the figures of a converted model on each kind of data, and the error of each site."""
     row: Row = {}
     for kind, batches in subject.held_out.items():
         output = compare(model, subject.model, batches)
         row[kind] = {name: round(getattr(output, name), 4) for name in subject.figures}
+    first = next(iter(subject.held_out.values()))
+    report = dynorm.measure(model, first[:8], original=subject.model)
+    row["sites"] = [[site.path, round(site.error_now or 0.0, 4)] for site in report.sites]
     return row
 
 
-def rows(subject: Subject, run: Run, seed: int) -> Iterator[Row]:
-    """Convert a copy as ``dynorm convert`` does, and yield its figures after each stage."""
+def rows(subject: Subject, run: Run, stages: list[Row]) -> Iterator[Row]:
+    """Convert a copy as ``dynorm convert`` does, and yield its figures at each of the stages."""
     model = copy.deepcopy(subject.model)
-    about: Row = {"to": run.to, "witnesses": run.witnesses, "seed": seed}
     started = time.process_time()
-
-    def row(stage: str, steps: int) -> Row:
-        seconds = round(time.process_time() - started)
-        return {
-            **about,
-            "stage": stage,
-            "steps": steps,
-            "cpu_seconds": seconds,
-            **measured(model, subject),
-        }
-
+    seconds = 0.0
     # Its own report is not used: all kinds are measured below.
-    held_out = next(iter(subject.held_out.values()))[:1]
     dynorm.convert_model(
         model,
         subject.calibration,
-        held_out=held_out,
+        held_out=next(iter(subject.held_out.values()))[:1],
         to=run.to,
         witnesses=run.witnesses,
         steps=0,
     )
-    yield row("calibrated", 0)
-    if run.steps:
-        dynorm.distill_(
-            model, subject.fit, teacher=subject.model, steps=run.steps, lr=run.lr, seed=seed
-        )
-        yield row("distilled", run.steps)
+    for about in stages:
+        if about["steps"]:
+            batches = subject.fit(about["seed"])
+            dynorm.distill_(model, batches, teacher=subject.model, steps=run.steps, lr=run.lr)
+        seconds += time.process_time() - started
+        yield {**about, "cpu_seconds": round(seconds), **measured(model, subject)}
+        started = time.process_time()
 
 
 def committed() -> dict[str, list[Row]]:
@@ -247,12 +253,26 @@ def committed() -> dict[str, list[Row]]:
     return document
 
 
+def add(model: str, row: Row) -> None:
+    """Write a row to the committed file."""
+    document = committed()
+    document.setdefault(model, []).append(row)
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    print(json.dumps(row), flush=True)
+
+
+def is_known(model: str, about: Row) -> bool:
+    """Return whether the committed file has a row of a stage."""
+    known = committed().get(model, [])
+    return any(about.items() <= row.items() for row in known)
+
+
 def check(model: str, subject: Subject) -> None:
     """Measure the first untrained row again, and exit with 1 if it is worse than the committed one."""
     run = RUNS[model][0]
     kind = next(iter(subject.held_out))
     name, noise = CHECKED[model]
-    now = next(rows(subject, run, 0))[kind][name]
+    now = next(rows(subject, run, run.stages(0)))[kind][name]
     before = committed()[model][0][kind][name]
     worse = now - before if name == "kl" else before - now
     print(f"{model}, {kind}, {name}: {now:.4f}, committed {before:.4f}, noise {noise}")
@@ -265,7 +285,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=SUBJECTS)
     parser.add_argument("--runs", type=int, nargs="+", help="only these runs, from 0")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the distillation")
     parser.add_argument("--check", action="store_true", help="compare one figure, write nothing")
     options = parser.parse_args()
     subject = SUBJECTS[options.model]()
@@ -275,15 +294,11 @@ def main() -> None:
     chosen = options.runs or range(len(RUNS[options.model]))
     for number in chosen:
         run = RUNS[options.model][number]
-        key = (run.to, run.witnesses, options.seed)
-        known = committed().get(options.model, [])
-        if any((row["to"], row["witnesses"], row["seed"]) == key for row in known):
-            continue
-        for row in rows(subject, run, options.seed):
-            document = committed()
-            document.setdefault(options.model, []).append(row)
-            RESULTS.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-            print(json.dumps(row), flush=True)
+        for seed in range(run.seeds):
+            stages = [about for about in run.stages(seed) if not is_known(options.model, about)]
+            if stages:
+                for row in rows(subject, run, stages):
+                    add(options.model, row)
 
 
 if __name__ == "__main__":

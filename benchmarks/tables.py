@@ -13,6 +13,10 @@ LAYERS = {"linear": "a line", "dyisru": "DyISRU", "dyt": "scaled DyT", "derf": "
 MODELS = {"minilm": "all-MiniLM-L6-v2", "smollm2": "SmolLM2-135M", "dinov2": "DINOv2-small"}
 # Products with at most so many rows are those of decoding.
 FEW_ROWS = 64
+# The default length of a distillation of an encoder of texts.
+HEADLINE_STEPS = 500
+# How the figures of several seeds become one, where that is not their mean.
+WORST = {"cosine_min": min, "kl_worst": max}
 RETRIEVED = {"untrained": "DyISRU, no training", "demo": "DyISRU, 500 steps"}
 Row = dict[str, Any]
 
@@ -40,13 +44,33 @@ def left_in_place(row: Row) -> str:
     return name
 
 
-def runs_of(model: str) -> list[dict[str, Row]]:
-    """Return the rows of each conversion of a model by stage; the seeds are one conversion each."""
-    runs: dict[tuple[Any, ...], dict[str, Row]] = {}
+def runs_of(model: str) -> list[dict[int, Row]]:
+    """Return the rows of each conversion of a model by their steps of distillation."""
+    runs: dict[tuple[Any, ...], dict[int, list[Row]]] = {}
     for row in load("quality").get(model, []):
-        key = (row["to"], row["witnesses"], row["seed"])
-        runs.setdefault(key, {})[row["stage"]] = row
-    return list(runs.values())
+        stages = runs.setdefault((row["to"], row["witnesses"]), {})
+        stages.setdefault(row["steps"], []).append(row)
+    found = []
+    for stages in runs.values():
+        found.append({steps: over_seeds(stages[steps]) for steps in sorted(stages)})
+    return found
+
+
+def over_seeds(rows: list[Row]) -> Row:
+    """Return one row of the same conversion with several seeds: its figures are means, or the worst."""
+    one = {**rows[0], "seeds": len(rows)}
+    for kind in kinds_of(one):
+        figures = {}
+        for name in one[kind]:
+            values = [row[kind][name] for row in rows]
+            figures[name] = WORST.get(name, mean)(values)
+        one[kind] = figures
+    return one
+
+
+def kinds_of(row: Row) -> list[str]:
+    """Return the kinds of data that a row has figures of."""
+    return [name for name, value in row.items() if isinstance(value, dict)]
 
 
 def embedding(figures: Row) -> str:
@@ -69,12 +93,11 @@ def quality_table(model: str) -> Callable[[], str]:
         rows = []
         kinds: list[str] = []
         for run in runs_of(model):
-            for stage, row in run.items():
-                kinds = [name for name, value in row.items() if isinstance(value, dict)]
-                if row["steps"]:
-                    stage = f"{row['steps']} steps"
-                else:
-                    stage = "no training"
+            for steps, row in run.items():
+                kinds = kinds_of(row)
+                stage = f"{steps:,} steps" if steps else "no training"
+                if row["seeds"] > 1:
+                    stage += f", {row['seeds']} seeds"
                 rows.append([left_in_place(row), stage, *(cell(row[kind]) for kind in kinds)])
         return lines_of(["in the norms' place", "distilled", *kinds], rows)
 
@@ -96,18 +119,18 @@ def headline_table() -> str:
     """Return one row per thing that is left: all-MiniLM-L6-v2, without training and distilled."""
     rows = []
     for run in runs_of("minilm"):
-        if run["calibrated"]["to"] in ("dyt", "derf"):
+        if run[0]["to"] in ("dyt", "derf"):
             continue
-        cells = [left_in_place(run["calibrated"])]
-        for stage in ("calibrated", "distilled"):
-            if stage in run:
-                figures = run[stage]["docstrings"]
+        cells = [left_in_place(run[0])]
+        for steps in (0, HEADLINE_STEPS):
+            if steps in run:
+                figures = run[steps]["docstrings"]
                 cells.append(f"{figures['cosine_mean']:.3f} ({figures['cosine_min']:.2f})")
             else:
                 cells.append("not run")
         rows.append(cells)
-    steps = max(row["steps"] for row in load("quality")["minilm"])
-    return lines_of(["in the norms' place", "no training", f"distilled, {steps} steps"], rows)
+    heads = ["in the norms' place", "no training", f"distilled, {HEADLINE_STEPS} steps"]
+    return lines_of(heads, rows)
 
 
 def retrieval_table() -> str:
