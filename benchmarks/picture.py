@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
 import dynorm
-from benchmarks.tables import MODELS, runs_of
+from benchmarks.tables import MODELS, left_in_place, runs_of
 from dynorm.jobs import encode, load_pretrained, make_batches
 from dynorm.jobs.texts import standard_library_docstrings
 from dynorm.report import InspectedSite
@@ -27,8 +27,7 @@ from dynorm.report.colours import COLOURS
 from tools.demo_model import folder
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
-# The layer and its witnesses.
-STRICT = ("dyisru", 0)
+STRICT = "DyISRU"
 
 
 def draw_site(axes: Axes, site: InspectedSite, words: str) -> None:
@@ -49,7 +48,7 @@ def draw_site(axes: Axes, site: InspectedSite, words: str) -> None:
 
 def draw_errors(axes: Axes, model: str) -> None:
     """Draw the error of each site of a strict model, from the first to the last."""
-    strict = next(run for run in runs_of(model) if (run[0]["to"], run[0]["witnesses"]) == STRICT)
+    strict = next(run for run in runs_of(model) if left_in_place(run[0]) == STRICT)
     for steps, row in strict.items():
         if "sites" not in row:
             continue

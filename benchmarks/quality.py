@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
+from dynorm.hub.prefix import with_prefix
 from dynorm.jobs import encode, load_pretrained, make_batches
 from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import image_inputs
@@ -70,17 +71,32 @@ class Subject:
 
 @dataclass(frozen=True)
 class Run:
-    """A conversion: the layer, its witnesses, how long it is distilled, at which rate, and how often."""
+    """A conversion and its distillation.
+
+    Args:
+        to: the layer.
+        witnesses: its witnesses.
+        steps: how long it is distilled.
+        lr: at which rate.
+        seeds: how often, each time with another order of the batches.
+        prefix: whether the texts follow a constant token.
+    """
 
     to: str
     witnesses: int
     steps: int
     lr: float = dynorm.Recipe.lr
     seeds: int = 1
+    prefix: bool = False
 
     def stages(self, seed: int) -> list[Row]:
         """Return what distinguishes its rows: one without training, and one distilled per seed."""
-        start: Row = {"to": self.to, "witnesses": self.witnesses, "seed": seed}
+        start: Row = {
+            "to": self.to,
+            "witnesses": self.witnesses,
+            "prefix": self.prefix,
+            "seed": seed,
+        }
         stages = []
         if seed == 0:
             stages.append({**start, "stage": "calibrated", "steps": 0})
@@ -101,6 +117,7 @@ RUNS = {
     ],
     "smollm2": [
         Run("dyisru", 0, 80),
+        Run("dyisru", 0, 300, prefix=True),
         Run("linear", 0, 0),
         Run("dyisru", 4, 0),
         Run("dyisru", 8, 80, lr=6e-4),
@@ -146,6 +163,7 @@ def smollm2() -> Subject:
     held_out = {}
     for kind, texts in kinds.items():
         held_out[kind] = make_batches(pretrained, encode(pretrained, texts, 256)[:8], 4)
+    held_out["one context"] = make_batches(pretrained, encode(pretrained, docstrings, 4096)[:1], 1)
     generator = torch.Generator().manual_seed(0)
     size = (4, 256)
     drawn = torch.randint(pretrained.model.config.vocab_size, size, generator=generator)
@@ -210,14 +228,14 @@ def headers() -> list[str]:
     return [file.read_text(errors="ignore")[:4000] for file in files]
 
 
-def measured(model: nn.Module, subject: Subject) -> Row:
+def measured(model: nn.Module, teacher: nn.Module, subject: Subject) -> Row:
     """Return the figures of a converted model on each kind of data, and the error of each site."""
     row: Row = {}
     for kind, batches in subject.held_out.items():
         output = compare(model, subject.model, batches)
         row[kind] = {name: round(getattr(output, name), 4) for name in subject.figures}
     first = next(iter(subject.held_out.values()))
-    report = dynorm.measure(model, first[:8], original=subject.model)
+    report = dynorm.measure(model, first[:8], original=teacher)
     row["sites"] = [[site.path, round(site.error_now or 0.0, 4)] for site in report.sites]
     return row
 
@@ -225,6 +243,10 @@ def measured(model: nn.Module, subject: Subject) -> Row:
 def rows(subject: Subject, run: Run, stages: list[Row]) -> Iterator[Row]:
     """Convert a copy as ``dynorm convert`` does, and yield its figures at each of the stages."""
     model = copy.deepcopy(subject.model)
+    teacher = subject.model
+    if run.prefix:
+        model = with_prefix(model)
+        teacher = with_prefix(copy.deepcopy(teacher))
     started = time.process_time()
     seconds = 0.0
     # Its own report is not used: all kinds are measured below.
@@ -239,9 +261,9 @@ def rows(subject: Subject, run: Run, stages: list[Row]) -> Iterator[Row]:
     for about in stages:
         if about["steps"]:
             batches = subject.fit(about["seed"])
-            dynorm.distill_(model, batches, teacher=subject.model, steps=run.steps, lr=run.lr)
+            dynorm.distill_(model, batches, teacher=teacher, steps=run.steps, lr=run.lr)
         seconds += time.process_time() - started
-        yield {**about, "cpu_seconds": round(seconds), **measured(model, subject)}
+        yield {**about, "cpu_seconds": round(seconds), **measured(model, teacher, subject)}
         started = time.process_time()
 
 

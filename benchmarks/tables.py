@@ -41,6 +41,8 @@ def left_in_place(row: Row) -> str:
     name = LAYERS[row["to"]]
     if row["witnesses"]:
         return f"{name}, {row['witnesses']} witnesses"
+    if row["prefix"]:
+        return f"{name} after a constant token"
     return name
 
 
@@ -48,7 +50,7 @@ def runs_of(model: str) -> list[dict[int, Row]]:
     """Return the rows of each conversion of a model by their steps of distillation."""
     runs: dict[tuple[Any, ...], dict[int, list[Row]]] = {}
     for row in load("quality").get(model, []):
-        stages = runs.setdefault((row["to"], row["witnesses"]), {})
+        stages = runs.setdefault((row["to"], row["witnesses"], row["prefix"]), {})
         stages.setdefault(row["steps"], []).append(row)
     found = []
     for stages in runs.values():
@@ -91,28 +93,42 @@ def quality_table(model: str) -> Callable[[], str]:
     def table() -> str:
         cell = language if model == "smollm2" else embedding
         rows = []
-        kinds: list[str] = []
-        for run in runs_of(model):
+        runs = runs_of(model)
+        kinds = list(
+            dict.fromkeys(k for run in runs for row in run.values() for k in kinds_of(row))
+        )
+        for run in runs:
             for steps, row in run.items():
-                kinds = kinds_of(row)
                 stage = f"{steps:,} steps" if steps else "no training"
                 if row["seeds"] > 1:
                     stage += f", {row['seeds']} seeds"
-                rows.append([left_in_place(row), stage, *(cell(row[kind]) for kind in kinds)])
+                rows.append(
+                    [
+                        left_in_place(row),
+                        stage,
+                        *(cell(row[kind]) if kind in row else "" for kind in kinds),
+                    ]
+                )
         return lines_of(["in the norms' place", "distilled", *kinds], rows)
 
     return table
 
 
-def recipes_table() -> str:
-    """Return one row per way to distil, with its figures on the way: all-MiniLM-L6-v2."""
-    rows = []
-    steps: list[int] = []
-    for way, points in load("recipes").items():
-        steps = [point["step"] for point in points]
-        cells = [f"{point['docstrings']:.4f} / {point['licences']:.4f}" for point in points]
-        rows.append([way, *cells])
-    return lines_of(["way", *(f"{step} steps" for step in steps)], rows)
+def recipes_table(model: str, figure: str) -> Callable[[], str]:
+    """Return the table of a model: one row per way to distil it, with its figures on the way."""
+
+    def table() -> str:
+        rows = []
+        steps: list[int] = []
+        for way, points in load("recipes")[model].items():
+            steps = [point["step"] for point in points]
+            cells = [
+                f"{point['docstrings']:{figure}} / {point['licences']:{figure}}" for point in points
+            ]
+            rows.append([way, *cells])
+        return lines_of(["way", *(f"{step} steps" for step in steps)], rows)
+
+    return table
 
 
 def headline_table() -> str:
@@ -459,7 +475,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"headline": headline_table},
     "docs/quality.md": {
         "minilm": quality_table("minilm"),
-        "recipes": recipes_table,
+        "recipes": recipes_table("minilm", ".4f"),
+        "decoder-recipes": recipes_table("smollm2", "+.3f"),
         "smollm2": quality_table("smollm2"),
         "dinov2": quality_table("dinov2"),
         "retrieval": retrieval_table,

@@ -15,11 +15,6 @@ from dynorm.replace.converted import dynorm_layers
 from tests.ecosystem.models import first, gpt2, ids
 from tests.fresh import run
 
-# peft 0.21 asks by the old name.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)
-
 # peft compares with the ends of paths.
 NORMS = ["ln_1", "ln_2", "ln_f"]
 

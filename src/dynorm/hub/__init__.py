@@ -2,5 +2,6 @@
 
 from dynorm.fold.stock import as_stock
 from dynorm.hub.api import load, save
+from dynorm.hub.prefix import with_prefix
 
-__all__ = ["as_stock", "load", "save"]
+__all__ = ["as_stock", "load", "save", "with_prefix"]

@@ -1,0 +1,145 @@
+"""A constant first token: its logits are those of the token itself, and it is trained, saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import dynorm
+from dynorm.errors import ArgumentError, ModelError
+from dynorm.hub import with_prefix
+
+SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+TOKEN = 3
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, num_attention_heads=4, num_key_value_heads=2, bos_token_id=TOKEN, **SIZE
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=TOKEN, eos_token_id=0
+    )
+    return GPT2LMHeadModel(config).eval()
+
+
+def texts(rows: int = 3, length: int = 9) -> torch.Tensor:
+    return torch.randint(64, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def after_token(ids: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.full((len(ids), 1), TOKEN), ids], dim=1)
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+@torch.no_grad()
+def test_logits_and_texts_are_those_after_the_token(build: Any) -> None:
+    model = build()
+    prefixed = with_prefix(copy.deepcopy(model))
+    ids = texts()
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    expected = model(input_ids=after_token(ids), attention_mask=after_token(mask)).logits[:, 1:]
+    logits = prefixed(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()])
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    found = prefixed.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+    wanted = after_token(ids)
+    wanted = model.generate(input_ids=wanted, attention_mask=torch.ones_like(wanted), **settings)
+    assert torch.equal(found[:, 9:], wanted[:, 10:])
+
+
+def test_it_is_trained_saved_and_loaded(tmp_path: Path) -> None:
+    import peft
+
+    original = llama()
+    teacher = with_prefix(original)
+    model = with_prefix(copy.deepcopy(original))
+    batches = [{"input_ids": texts(4)}]
+    sites = dynorm.find_norms(model, **batches[0])
+    dynorm.convert_(model, sites)
+    dynorm.calibrate_(model, batches)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    dynorm.distill_(model, batches, teacher=teacher, steps=2)
+    # The prefix is trained with the rest.
+    assert not any(torch.equal(value, before[name]) for name, value in model.named_parameters())
+    dynorm.save(model.get_base_model(), tmp_path / "model")
+    model.save_pretrained(tmp_path / "prefix")
+    loaded = peft.PeftModel.from_pretrained(
+        dynorm.hub.load(tmp_path / "model"), tmp_path / "prefix"
+    )
+    with torch.no_grad():
+        expected = model(**batches[0]).logits
+        torch.testing.assert_close(loaded(**batches[0]).logits, expected, rtol=0, atol=0)
+
+
+def test_the_model_is_as_it_was() -> None:
+    model = llama()
+    model.lm_head.weight.requires_grad_(False)
+    state = copy.deepcopy(model.state_dict())
+    prefixed = with_prefix(model.train(), TOKEN)
+    assert prefixed.training
+    frozen = [name for name, value in prefixed.named_parameters() if not value.requires_grad]
+    assert frozen == ["base_model.lm_head.weight"]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+
+
+def t5() -> nn.Module:
+    size = {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 16}
+    return T5ForConditionalGeneration(T5Config(vocab_size=64, **size))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: BertModel(BertConfig(vocab_size=64, num_attention_heads=2, **SIZE)), "BertModel"),
+        (t5, "causal language model"),
+        (lambda: nn.Linear(2, 2), "causal language model.*got Linear"),
+        (
+            lambda: MambaForCausalLM(
+                MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)
+            ),
+            "keys and values of one size",
+        ),
+    ],
+)
+def test_a_model_without_a_prefix_is_refused(build: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        with_prefix(build().eval(), TOKEN)
+
+
+@pytest.mark.parametrize("token", [-1, 64, 2.0, "a"])
+def test_a_token_outside_the_vocabulary_is_refused(token: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"from 0 to 63, got"):
+        with_prefix(llama(), token)
+
+
+def test_a_token_is_needed_where_the_config_has_none() -> None:
+    model = llama()
+    model.config.bos_token_id = None
+    with pytest.raises(ArgumentError, match="from 0 to 63, got None"):
+        with_prefix(model)
