@@ -108,7 +108,6 @@ class Run:
 RUNS = {
     "minilm": [
         Run("dyisru", 0, 500, seeds=3),
-        Run("dyisru", 0, 1200),
         Run("linear", 0, 500),
         Run("dyt", 0, 0),
         Run("derf", 0, 0),
@@ -117,7 +116,7 @@ RUNS = {
     ],
     "smollm2": [
         Run("dyisru", 0, 80),
-        Run("dyisru", 0, 300, prefix=True),
+        Run("dyisru", 0, 160, prefix=True),
         Run("linear", 0, 0),
         Run("dyisru", 4, 0),
         Run("dyisru", 8, 80, lr=6e-4),

@@ -1,8 +1,8 @@
 """Compare ways to distil a strict model: ``python -m benchmarks.recipes``.
 
-All ways of a model take the same steps on the same batches, and the model is measured on held-out data
-on the way. Curves are added to benchmarks/results/recipes.json; those that are there are not measured
-again.
+The model is all-MiniLM-L6-v2. Each way takes the same steps on the same batches, and its model is
+measured on held-out data on the way. Curves are added to benchmarks/results/recipes.json; those that
+are there are not measured again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 import dynorm
-from benchmarks.quality import Batches, Subject, minilm, smollm2
+from benchmarks.quality import Batches, Subject, minilm
 from dynorm.fold import fold_means_
-from dynorm.hub.prefix import with_prefix
 from dynorm.layers import AnnealedNorm
 from dynorm.replace.converted import dynorm_layers
 from dynorm.report.conversion import compare
@@ -31,32 +30,11 @@ from dynorm.train.anneal import AnnealStart, annealed_layers
 from dynorm.train.callbacks import AnnealCallback
 
 RESULTS = Path(__file__).parent / "results" / "recipes.json"
-KINDS = ("docstrings", "licences")
+# The steps of each way; after how many of them it is measured, and on how many batches of which data.
+STEPS, EVERY = 120, 30
+MEASURED = {"docstrings": 8, "licences": 8}
 PENALTY = 0.3
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Course:
-    """How the ways of a model are compared.
-
-    Args:
-        subject: the model with its data.
-        points: after how many steps it is measured; the last ends the distillation.
-        batches: how many batches of each kind of data it is measured on.
-        figure: what is measured, by its name in a report.
-    """
-
-    subject: Callable[[], Subject]
-    points: tuple[int, ...]
-    batches: int
-    figure: str
-
-
-COURSES = {
-    "minilm": Course(minilm, (30, 60, 90, 120), 8, "cosine_mean"),
-    "smollm2": Course(smollm2, (20, 40, 80), 1, "loss_difference"),
-}
 
 
 @dataclass(frozen=True)
@@ -69,27 +47,19 @@ class Way:
         in_order: anneal one site after another, from the first to the last.
         penalty: the weight of the variance of the logarithm of the tokens' sizes, at each site; while
             there are norms, if the way is annealed.
-        prefix: whether all texts follow a constant token.
     """
 
     anneal: tuple[float, float] | None = None
     in_order: bool = False
     penalty: float = 0.0
-    prefix: bool = False
 
 
 WAYS = {
-    "minilm": {
-        "layers from the start": Way(),
-        "sizes made equal first": Way(anneal=(0.4, 0.01), penalty=PENALTY),
-        "sizes made equal throughout": Way(penalty=PENALTY),
-        "annealed, all at once": Way(anneal=(0.0, 0.5)),
-        "annealed, one site after another": Way(anneal=(0.0, 0.5), in_order=True),
-    },
-    "smollm2": {
-        "layers from the start": Way(),
-        "layers from the start, after a constant token": Way(prefix=True),
-    },
+    "layers from the start": Way(),
+    "sizes made equal first": Way(anneal=(0.4, 0.01), penalty=PENALTY),
+    "sizes made equal throughout": Way(penalty=PENALTY),
+    "annealed, all at once": Way(anneal=(0.0, 0.5)),
+    "annealed, one site after another": Way(anneal=(0.0, 0.5), in_order=True),
 }
 
 
@@ -109,15 +79,15 @@ class OneByOne(TrainerCallback):
 class Curve(TrainerCallback):
     """Measure the model now and then, with its layers in the norms' place."""
 
-    def __init__(self, model: nn.Module, subject: Subject, course: Course) -> None:
-        self.model, self.subject, self.course = model, subject, course
+    def __init__(self, model: nn.Module, subject: Subject) -> None:
+        self.model, self.subject = model, subject
         self.points: list[Row] = []
         self.seconds = 0.0
         self.started = time.process_time()
 
     def on_step_end(self, args: object, state: Any, control: object, **kwargs: object) -> None:
         """Measure now and then."""
-        if state.global_step in self.course.points:
+        if state.global_step % EVERY == 0:
             self.measure(state.global_step)
 
     def measure(self, step: int) -> None:
@@ -125,10 +95,10 @@ class Curve(TrainerCallback):
         self.seconds += time.process_time() - self.started
         point: Row = {"step": step, "cpu_seconds": round(self.seconds)}
         with as_layers(self.model):
-            for kind in KINDS:
-                batches = self.subject.held_out[kind][: self.course.batches]
+            for kind, count in MEASURED.items():
+                batches = self.subject.held_out[kind][:count]
                 output = compare(self.model, self.subject.model, batches)
-                point[kind] = round(getattr(output, self.course.figure), 4)
+                point[kind] = round(output.cosine_mean, 4)
         self.points.append(point)
         print(json.dumps(point), flush=True)
         self.started = time.process_time()
@@ -191,19 +161,15 @@ def penalize_(model: nn.Module, weight: float) -> None:
         layer.register_forward_pre_hook(hook)
 
 
-def curve(subject: Subject, course: Course, way: Way) -> list[Row]:
+def curve(subject: Subject, way: Way) -> list[Row]:
     """Distil a copy of the model in one way, and return its figures on the way."""
     model = copy.deepcopy(subject.model)
-    teacher = subject.model
-    if way.prefix:
-        model = with_prefix(model)
-        teacher = with_prefix(copy.deepcopy(teacher))
     batch = subject.calibration[0]
     sites = dynorm.find_norms(model, batch)
     means = fold_means_(model, sites, [site.path for site in sites], batch, subject.calibration)
     if means is not None:
         sites = means.norms
-    points = Curve(model, subject, course)
+    points = Curve(model, subject)
     callbacks: list[TrainerCallback] = [points]
     if way.anneal is None:
         dynorm.convert_(model, sites)
@@ -216,22 +182,20 @@ def curve(subject: Subject, course: Course, way: Way) -> list[Row]:
     if way.penalty:
         penalize_(model, way.penalty)
     points.measure(0)
-    steps = course.points[-1]
-    dynorm.distill_(model, subject.fit(0), teacher=teacher, steps=steps, callbacks=callbacks)
+    dynorm.distill_(model, subject.fit(0), teacher=subject.model, steps=STEPS, callbacks=callbacks)
     return points.points
 
 
 def main() -> None:
     """Measure the curves that are missing, and write each as soon as it is there."""
-    for model, course in COURSES.items():
-        subject = course.subject()
-        for title, way in WAYS[model].items():
-            results = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
-            known = results.setdefault(model, {})
-            if title not in known:
-                print(model, title, flush=True)
-                known[title] = curve(subject, course, way)
-                RESULTS.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+    subject = minilm()
+    for title, way in WAYS.items():
+        known = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+        if title in known:
+            continue
+        print(title, flush=True)
+        known[title] = curve(subject, way)
+        RESULTS.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -114,21 +114,15 @@ def quality_table(model: str) -> Callable[[], str]:
     return table
 
 
-def recipes_table(model: str, figure: str) -> Callable[[], str]:
-    """Return the table of a model: one row per way to distil it, with its figures on the way."""
-
-    def table() -> str:
-        rows = []
-        steps: list[int] = []
-        for way, points in load("recipes")[model].items():
-            steps = [point["step"] for point in points]
-            cells = [
-                f"{point['docstrings']:{figure}} / {point['licences']:{figure}}" for point in points
-            ]
-            rows.append([way, *cells])
-        return lines_of(["way", *(f"{step} steps" for step in steps)], rows)
-
-    return table
+def recipes_table() -> str:
+    """Return one row per way to distil, with its figures on the way: all-MiniLM-L6-v2."""
+    rows = []
+    steps: list[int] = []
+    for way, points in load("recipes").items():
+        steps = [point["step"] for point in points]
+        cells = [f"{point['docstrings']:.4f} / {point['licences']:.4f}" for point in points]
+        rows.append([way, *cells])
+    return lines_of(["way", *(f"{step} steps" for step in steps)], rows)
 
 
 def headline_table() -> str:
@@ -475,8 +469,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"headline": headline_table},
     "docs/quality.md": {
         "minilm": quality_table("minilm"),
-        "recipes": recipes_table("minilm", ".4f"),
-        "decoder-recipes": recipes_table("smollm2", "+.3f"),
+        "recipes": recipes_table,
         "smollm2": quality_table("smollm2"),
         "dinov2": quality_table("dinov2"),
         "retrieval": retrieval_table,
