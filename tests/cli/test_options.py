@@ -50,6 +50,8 @@ def test_options_are_fields_of_the_recipe(
         (["derf"], "derf"),
         (["keep"], "keep"),
         (["*.attn.*=keep"], {"*.attn.*": "keep", "*": "dyisru"}),
+        (["*=keep"], "keep"),
+        (["a=dyt", "*=keep"], {"a": "dyt", "*": "keep"}),
         (["a=dyt", "linear", "b=keep"], {"a": "dyt", "b": "keep", "*": "linear"}),
     ],
 )

@@ -20,6 +20,7 @@ from transformers import (
     MambaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    TrainerCallback,
 )
 
 import dynorm
@@ -30,10 +31,15 @@ SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 TOKEN = 3
 
 
-def llama() -> Any:
+def llama(**options: Any) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, num_attention_heads=4, num_key_value_heads=2, bos_token_id=TOKEN, **SIZE
+        vocab_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=TOKEN,
+        **SIZE,
+        **options,
     )
     return LlamaForCausalLM(config).eval()
 
@@ -96,12 +102,63 @@ def test_it_is_trained_saved_and_loaded(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(**batches[0]).logits, expected, rtol=0, atol=0)
 
 
-def test_the_model_is_as_it_was() -> None:
+class StopAfterSix(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 6:
+            raise KeyboardInterrupt
+
+
+# The checkpoint has one name for tied tensors, and for those that peft has under two names.
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_distillation_resumes(tmp_path: Path, tied: bool, prefix: bool) -> None:
+    def build() -> nn.Module:
+        model = llama(tie_word_embeddings=tied)
+        return with_prefix(model) if prefix else model
+
+    def converted() -> nn.Module:
+        model = build()
+        dynorm.convert_(model, dynorm.find_norms(model, **batches[0]))
+        dynorm.calibrate_(model, batches)
+        return model
+
+    batches = [{"input_ids": texts(4)}]
+    options: Any = {"teacher": build(), "steps": 8}
+    whole = converted()
+    dynorm.distill_(whole, batches, **options)
+    options["checkpoints"] = tmp_path
+    with pytest.raises(KeyboardInterrupt):
+        dynorm.distill_(converted(), batches, callbacks=[StopAfterSix()], **options)
+    for _ in range(2):
+        resumed = converted()
+        dynorm.distill_(resumed, batches, **options)
+        for name, value in whole.state_dict().items():
+            torch.testing.assert_close(resumed.state_dict()[name], value)
+
+
+def test_a_model_that_cannot_have_one_now_is_refused_and_stays() -> None:
     model = llama()
+    prefixed = with_prefix(copy.deepcopy(model))
+    with pytest.raises(ModelError, match="adapter of peft"):
+        with_prefix(prefixed)
+    model.model.gradient_checkpointing = True
+    with pytest.raises(ModelError, match="without gradient checkpointing"):
+        with_prefix(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    model.model.gradient_checkpointing = False
+    dynorm.convert_(model, dynorm.find_norms(model, input_ids=texts()))
+    with pytest.raises(ModelError, match="before convert_"):
+        with_prefix(model)
+
+
+def test_the_model_is_as_it_was() -> None:
+    model = llama().train()
+    model.model.layers[0].eval()
     model.lm_head.weight.requires_grad_(False)
     state = copy.deepcopy(model.state_dict())
-    prefixed = with_prefix(model.train(), TOKEN)
+    prefixed = with_prefix(model, TOKEN)
     assert prefixed.training
+    assert not model.model.layers[0].training
     frozen = [name for name, value in prefixed.named_parameters() if not value.requires_grad]
     assert frozen == ["base_model.lm_head.weight"]
     for name, value in model.state_dict().items():
@@ -132,9 +189,9 @@ def test_a_model_without_a_prefix_is_refused(build: Any, message: str) -> None:
         with_prefix(build().eval(), TOKEN)
 
 
-@pytest.mark.parametrize("token", [-1, 64, 2.0, "a"])
+@pytest.mark.parametrize("token", [-1, 64, 2.0, "a", True])
 def test_a_token_outside_the_vocabulary_is_refused(token: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"from 0 to 63, got"):
+    with pytest.raises(ArgumentError, match=r"an int from 0 to 63, got"):
         with_prefix(llama(), token)
 
 

@@ -109,6 +109,7 @@ class TestSites:
         assert report.kept == ["4"]
         assert "1 norm replaced" in report.title()
         assert "1 kept" in report.title()
+        assert "Not so at 1 norm that the model keeps." in report.verdict()
 
     def test_witnesses(self) -> None:
         original = toy()

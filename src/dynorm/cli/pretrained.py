@@ -53,13 +53,10 @@ Seed = Annotated[int, typer.Option(help="Seed of all random choices.")]
 def layers_of(words: list[str]) -> Target:
     """Return the layer of ``--to NAME``, or the layers by globs of ``--to GLOB=NAME``."""
     by_glob: dict[str, str] = {}
-    rest = LayerOptions.to
     for word in words:
         glob, _, name = word.rpartition("=")
-        if glob:
-            by_glob[glob] = name
-        else:
-            rest = name
+        by_glob[glob or REST] = name
+    rest = by_glob.pop(REST, LayerOptions.to)
     # The first glob that matches a norm decides.
     return by_glob | {REST: rest} if by_glob else rest
 

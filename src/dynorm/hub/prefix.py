@@ -1,11 +1,14 @@
 """A constant first token for decoders: its keys and values, as prefix tuning keeps them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from dynorm.arguments import check_module
 from dynorm.errors import ArgumentError, ModelError, require_library
 from dynorm.guard import require_plain_model, undisturbed
+from dynorm.replace.edits import is_changed
 
 # The length of the text on which the prefix is compared with the token itself, and the error that
 # rounding may leave, relative to the largest logit.
@@ -23,8 +26,9 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
     :func:`convert_`, for the model and for the teacher of :func:`distill_`. Until then the logits are
     those of the model with the token before each text.
 
-    ``save_pretrained`` of the returned model saves the prefix, :func:`dynorm.hub.save` of its
-    ``get_base_model()`` the layers; ``AutoPeftModelForCausalLM`` loads both.
+    To save it, call :func:`dynorm.hub.save` for its ``get_base_model()`` and its own ``save_pretrained``
+    for the prefix, in two folders; ``PeftModel.from_pretrained(base, folder)`` joins them. Pad batches on
+    the right, or pass ``position_ids``: padding on the left moves a text away from the prefix.
 
     Args:
         model: a causal language model of transformers with a cache of keys and values; it becomes part
@@ -32,12 +36,14 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
         token: the id of the token; None takes ``bos_token_id`` of the model's config.
 
     Returns:
-        A ``PeftModel``. Its ``generate`` needs no word about the prefix, which is trained with the rest.
+        A ``PeftModel``. Its ``generate`` needs no word about the prefix, which is trained with the rest;
+        its ``forward`` takes no cache.
 
     Raises:
         ArgumentError: peft is not installed, or the token is not one of the vocabulary.
-        ModelError: the model does not generate from tokens, or its cache is not one of keys and values
-            for each layer, so that the prefix does not give the logits of the token itself.
+        ModelError: the model does not generate from tokens, is converted or has a prefix already, has
+            gradient checkpointing on, or its cache is not one of keys and values for each layer, so that
+            the prefix does not give the logits of the token itself.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,17 +61,12 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
     check_module(model)
     require_plain_model(model)
     require_library("peft", "a prefix")
-    config = getattr(model, "config", None)
-    can_generate = getattr(model, "can_generate", None)
-    generates = callable(can_generate) and can_generate()
-    if config is None or not generates or config.is_encoder_decoder:
-        raise ModelError(
-            f"the model must be a causal language model of transformers, got {type(model).__name__}"
-        )
+    config = _config_of_decoder(model)
     token = config.bos_token_id if token is None else token
-    if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+    # A bool is an int.
+    if type(token) is not int or not 0 <= token < config.vocab_size:
         raise ArgumentError(
-            f"token must be the id of a token, from 0 to {config.vocab_size - 1}, got {token!r}"
+            f"token must be the id of a token, an int from 0 to {config.vocab_size - 1}, got {token!r}"
         )
     from peft import PrefixTuningConfig, get_peft_model
 
@@ -75,7 +76,6 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
     with undisturbed(model, text, evaluate=True):
         expected = model(input_ids=torch.cat([first, text], dim=1)).logits[:, 1:]
         cached = _keys_and_values(model, first)
-    trained = [p for p in model.parameters() if p.requires_grad]
     _, heads, _, size = cached[0].shape
     settings = PrefixTuningConfig(
         task_type="CAUSAL_LM",
@@ -84,11 +84,14 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
         num_attention_heads=heads,
         token_dim=heads * size,
     )
-    prefixed: nn.Module = get_peft_model(model, settings)
-    # peft freezes the model.
-    for parameter in trained:
-        parameter.requires_grad_()
-    prefixed.train(model.training)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        prefixed: nn.Module = get_peft_model(model, settings)
+    finally:
+        # peft freezes the model.
+        for parameter in trained:
+            parameter.requires_grad_()
+    prefixed.training = model.training
     prompt = next(p for name, p in prefixed.named_parameters() if "prompt_encoder" in name)
     with torch.no_grad():
         prompt.copy_(torch.cat([tensor.flatten() for tensor in cached]).view_as(prompt))
@@ -103,14 +106,40 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
     return prefixed
 
 
+def _config_of_decoder(model: nn.Module) -> Any:
+    """Return the config of the text model of a decoder of transformers that can have a prefix."""
+    config: Any = getattr(model, "config", None)
+    can_generate = getattr(model, "can_generate", None)
+    generates = callable(can_generate) and can_generate()
+    if config is None or not generates or config.is_encoder_decoder:
+        raise ModelError(
+            f"the model must be a causal language model of transformers, got {type(model).__name__}"
+        )
+    if hasattr(model, "peft_config"):
+        raise ModelError("the model must not have an adapter of peft: add the prefix first")
+    if is_changed(model):
+        raise ModelError(
+            "the model must have its norms, which give keys and values of the prefix, but it is converted: "
+            "call with_prefix before convert_"
+        )
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ModelError(
+            "the model must run without gradient checkpointing, which drops the cache that the prefix is "
+            "in: turn it off first"
+        )
+    return config.get_text_config()
+
+
 def _keys_and_values(model: nn.Module, first: Tensor) -> list[Tensor]:
     """Return keys and values, each (1, heads, 1, size), of each layer for a text of one token."""
     output = model(input_ids=first, use_cache=True)
+    layers = getattr(output.get("past_key_values"), "layers", [])
     cached: list[Tensor] = []
-    for layer in getattr(output.get("past_key_values"), "layers", []):
-        if hasattr(layer, "keys"):
+    for layer in layers:
+        if getattr(layer, "keys", None) is not None:
             cached += [layer.keys, layer.values]
-    if not cached or len({tensor.shape for tensor in cached}) > 1:
+    # Layers of another kind, such as those of a state space, have no keys.
+    if len(cached) < max(2 * len(layers), 1) or len({tensor.shape for tensor in cached}) > 1:
         raise ModelError(
             "the model must keep keys and values of one size for all layers, but the cache of "
             f"{type(model).__name__} is another: it cannot have a prefix"

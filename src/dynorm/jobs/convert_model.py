@@ -14,7 +14,7 @@ from dynorm.report import ModelReport
 
 # The fields of a recipe that only the command can use, and what to do in a script.
 _FOR_THE_COMMAND = {
-    "stock": "call dynorm.hub.as_stock with the converted model",
+    "stock": "call dynorm.hub.as_stock(model, **batch) after it",
     "max_length": "cut the texts of the batches",
     "batch": "pass batches of that size",
     "calibration": "pass that many samples",
@@ -75,7 +75,8 @@ def convert_model(
             "conversion, but it is converted or folded: call dynorm.restore_(model) first, or "
             "convert_, calibrate_ and measure in place of convert_model"
         )
-    recipe = recipe.filled_for(model)
+    # Nothing is saved here.
+    recipe = recipe.filled_for(model).changed(stock=False)
     if recipe.steps:
         require_library("transformers", "distillation (or pass steps=0)")
     fit = list(iterate(batches))

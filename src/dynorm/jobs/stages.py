@@ -70,7 +70,7 @@ def convert_in_stages_(
         converted = convert_(model, norms, recipe.layers, witnesses=recipe.witnesses)
         say(converted.summary())
         course.run("calibrate", calibrate_, data.calibration)
-        ways = ways_on(bool(recipe.steps), bool(recipe.witnesses))
+        ways = ways_on(bool(recipe.steps), bool(recipe.witnesses) or recipe.removes_norms)
         say(f"To lose less: {ways}.")
         if recipe.steps:
             if recipe.removes_norms:

@@ -71,16 +71,17 @@ def param_groups(
             alphas.add(layer.alpha)
     matrices: dict[str, Any] = {"params": [], "lr": lr, "weight_decay": weight_decay}
     others: dict[str, Any] = {"params": [], "lr": lr, "weight_decay": 0.0}
-    # By the rate, or by the alpha that the group is for.
+    # By the factor of the rate, or by the alpha that the group is for.
     constants: dict[float | nn.Parameter, dict[str, Any]] = {}
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         if parameter in factors:
-            rate = of_constants * factors[parameter]
+            factor = factors[parameter]
+            rate = of_constants * factor
             # The rate of an alpha moves with its size. With its own group, a run that goes on from
             # a checkpoint finds the groups that it was saved with, however the sizes have changed.
-            key = parameter if parameter in alphas else rate
+            key = parameter if parameter in alphas else factor
             group = constants.setdefault(key, {"params": [], "lr": rate, "weight_decay": 0.0})
         elif parameter.dim() > 1 and parameter not in of_layers:
             group = matrices

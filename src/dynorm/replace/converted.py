@@ -66,7 +66,7 @@ def require_layers(
     if not layers:
         raise ModelError(
             "the model must have point-wise layers, but has none: call dynorm.convert_(model, "
-            "sites) first, or build it with dynorm.DyISRU"
+            "sites) first, or build it with dynorm.DyISRU (fold_ leaves none of its lines)"
         )
     for path, layer in layers.items():
         if with_norms and replaced_by(layer) is None:

@@ -110,6 +110,8 @@ class ModelReport(Report):
         if self.sites:
             depends = dependence(self.sites)
             sentences.append(f"{depends[0].upper()}{depends[1:]}.")
+        if self.kept:
+            sentences.append(f"Not so at {count_of(len(self.kept), 'norm')} that the model keeps.")
         stages = self.meta.get("stages", {})
         sentences.append(_about_fold(stages.get("fold", {})))
         sentences.append(about_loss(self.output))
@@ -126,7 +128,8 @@ class ModelReport(Report):
         if not _lost_quality(self.output):
             return "try it on your own task"
         is_distilled = "distill" in self.meta.get("stages", {})
-        return ways_on(is_distilled, any(site.witnesses for site in self.sites))
+        has_witnesses = any(site.witnesses for site in self.sites)
+        return ways_on(is_distilled, has_witnesses or "fold" in self.meta.get("stages", {}))
 
     def findings(self) -> list[str]:
         """Return the verdict and the figures of the stages."""
@@ -280,7 +283,8 @@ def _stage_table(stages: Mapping[str, Any], kind: str) -> Table | None:
         if output:
             kept = "" if stage.get("kept", True) else ", not kept"
             rows.append([title + kept, *(digits(output.get(figure)) for figure in names)])
-    return Table(["stage", *names.values()], rows) if rows else None
+    notes = ["of the first held-out samples only"]
+    return Table(["stage", *names.values()], rows, notes) if rows else None
 
 
 def about_sites(errors: Mapping[str, float]) -> str:
