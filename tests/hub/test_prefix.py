@@ -10,16 +10,12 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    BertConfig,
-    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
     TrainerCallback,
 )
 
@@ -37,9 +33,8 @@ def llama(**options: Any) -> Any:
         vocab_size=64,
         num_attention_heads=4,
         num_key_value_heads=2,
-        bos_token_id=TOKEN,
         **SIZE,
-        **options,
+        **({"bos_token_id": TOKEN} | options),
     )
     return LlamaForCausalLM(config).eval()
 
@@ -52,8 +47,8 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(config).eval()
 
 
-def texts(rows: int = 3, length: int = 9) -> torch.Tensor:
-    return torch.randint(64, (rows, length), generator=torch.Generator().manual_seed(1))
+def texts() -> torch.Tensor:
+    return torch.randint(64, (3, 9), generator=torch.Generator().manual_seed(1))
 
 
 def after_token(ids: torch.Tensor) -> torch.Tensor:
@@ -84,7 +79,7 @@ def test_it_is_trained_saved_and_loaded(tmp_path: Path) -> None:
     original = llama()
     teacher = with_prefix(original)
     model = with_prefix(copy.deepcopy(original))
-    batches = [{"input_ids": texts(4)}]
+    batches = [{"input_ids": texts()}]
     sites = dynorm.find_norms(model, **batches[0])
     dynorm.convert_(model, sites)
     dynorm.calibrate_(model, batches)
@@ -122,7 +117,7 @@ def test_a_distillation_resumes(tmp_path: Path, tied: bool, prefix: bool) -> Non
         dynorm.calibrate_(model, batches)
         return model
 
-    batches = [{"input_ids": texts(4)}]
+    batches = [{"input_ids": texts()}]
     options: Any = {"teacher": build(), "steps": 8}
     whole = converted()
     dynorm.distill_(whole, batches, **options)
@@ -142,7 +137,7 @@ def test_a_model_that_cannot_have_one_now_is_refused_and_stays() -> None:
     with pytest.raises(ModelError, match="adapter of peft"):
         with_prefix(prefixed)
     model.model.gradient_checkpointing = True
-    with pytest.raises(ModelError, match="without gradient checkpointing"):
+    with pytest.raises(ModelError, match="gradient checkpointing"):
         with_prefix(model)
     assert all(parameter.requires_grad for parameter in model.parameters())
     model.model.gradient_checkpointing = False
@@ -165,23 +160,16 @@ def test_the_model_is_as_it_was() -> None:
         assert torch.equal(value, state[name])
 
 
-def t5() -> nn.Module:
-    size = {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 16}
-    return T5ForConditionalGeneration(T5Config(vocab_size=64, **size))
+def mamba() -> nn.Module:
+    return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1))
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: BertModel(BertConfig(vocab_size=64, num_attention_heads=2, **SIZE)), "BertModel"),
-        (t5, "causal language model"),
         (lambda: nn.Linear(2, 2), "causal language model.*got Linear"),
-        (
-            lambda: MambaForCausalLM(
-                MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1)
-            ),
-            "keys and values of one size",
-        ),
+        (lambda: llama(is_encoder_decoder=True), "causal language model"),
+        (mamba, "keys and values of one size"),
     ],
 )
 def test_a_model_without_a_prefix_is_refused(build: Any, message: str) -> None:
@@ -189,14 +177,7 @@ def test_a_model_without_a_prefix_is_refused(build: Any, message: str) -> None:
         with_prefix(build().eval(), TOKEN)
 
 
-@pytest.mark.parametrize("token", [-1, 64, 2.0, "a", True])
+@pytest.mark.parametrize("token", [-1, 64, 2.0, "a", True, None])
 def test_a_token_outside_the_vocabulary_is_refused(token: Any) -> None:
     with pytest.raises(ArgumentError, match=r"an int from 0 to 63, got"):
-        with_prefix(llama(), token)
-
-
-def test_a_token_is_needed_where_the_config_has_none() -> None:
-    model = llama()
-    model.config.bos_token_id = None
-    with pytest.raises(ArgumentError, match="from 0 to 63, got None"):
-        with_prefix(model)
+        with_prefix(llama(bos_token_id=None), token)

@@ -87,6 +87,9 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
         prefixed: nn.Module = get_peft_model(model, settings)
+    # With gradient checkpointing there is no cache to hold a prefix.
+    except ValueError as reason:
+        raise ModelError(f"the model must be one that peft takes, but: {reason}") from reason
     finally:
         # peft freezes the model.
         for parameter in trained:
@@ -121,11 +124,6 @@ def _config_of_decoder(model: nn.Module) -> Any:
         raise ModelError(
             "the model must have its norms, which give keys and values of the prefix, but it is converted: "
             "call with_prefix before convert_"
-        )
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise ModelError(
-            "the model must run without gradient checkpointing, which drops the cache that the prefix is "
-            "in: turn it off first"
         )
     return config.get_text_config()
 

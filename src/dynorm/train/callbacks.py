@@ -5,7 +5,6 @@ from statistics import fmean
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from dynorm.arguments import check_share
 from dynorm.layers import AnnealedNorm
 from dynorm.train.anneal import AnnealSchedule, AnnealStart, annealed_layers
 from dynorm.train.monitor import Monitor
@@ -95,11 +94,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
     At each log the figures of :class:`dynorm.Monitor` go into ``trainer.state.log_history``, and the
     largest share of saturated outputs is printed with the loss.
 
-    Args:
-        warn_at: as for :class:`dynorm.Monitor`.
-
     Raises:
-        ArgumentError: ``warn_at`` is not a number from 0 to 1.
         ModelError: when training begins, the model has no point-wise layer.
 
     Example:
@@ -110,8 +105,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
         >>> trainer = Trainer(model, arguments, callbacks=[MonitorCallback()])
     """
 
-    def __init__(self, warn_at: float = 0.8) -> None:
-        self._warn_at = check_share("warn_at", warn_at)
+    def __init__(self) -> None:
         self._monitor: Monitor | None = None
 
     def on_train_begin(
@@ -124,7 +118,7 @@ class MonitorCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Watch the model, and no longer the one of a run that an error interrupted."""
         self.on_train_end(args, state, control)
-        self._monitor = Monitor(model, self._warn_at)
+        self._monitor = Monitor(model)
 
     def on_train_end(
         self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object

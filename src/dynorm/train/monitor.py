@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dynorm.arguments import check_share
 from dynorm.batches import site_tokens
 from dynorm.errors import CalibrationWarning, listed
 from dynorm.guard import require_values
@@ -23,6 +22,8 @@ from dynorm.wrappers import gathered
 _TOKENS = 256
 # An output is saturated beyond this share of its bound: for inputs beyond 3 sqrt(beta) of DyISRU.
 _SATURATION = 0.95
+# The share of saturated outputs from which a layer is warned of, once.
+_WARNED_FROM = 0.8
 # A constant follows its layer's inputs if it grows by at least this share of their growth.
 _FOLLOWED = 0.25
 
@@ -44,10 +45,9 @@ class Monitor:
 
     Args:
         model: any model with point-wise layers.
-        warn_at: the share of saturated outputs at which :meth:`read` warns, once for each layer.
 
     Raises:
-        ArgumentError: ``model`` is not a module, or ``warn_at`` not from 0 to 1.
+        ArgumentError: ``model`` is not a module.
         ModelError: the model has no point-wise layer, or is offloaded.
 
     Example:
@@ -58,8 +58,7 @@ class Monitor:
         ['beta/1', 'drift/1', 'saturated/1', 'size/1']
     """
 
-    def __init__(self, model: nn.Module, warn_at: float = 0.8) -> None:
-        self.warn_at = check_share("warn_at", warn_at)
+    def __init__(self, model: nn.Module) -> None:
         # By path: size and beta as they were first seen.
         self._first: dict[str, list[float]] = {}
         self._warned: set[str] = set()
@@ -99,7 +98,7 @@ class Monitor:
             }
             for name, value in figures.items():
                 all_figures[f"{name}/{path}"] = value
-            if saturated > self.warn_at and path not in self._warned:
+            if saturated > _WARNED_FROM and path not in self._warned:
                 self._warned.add(path)
                 remedy = _remedy((size / max(first_size, 1e-30)) ** 2, beta / first_beta)
                 warnings.warn(
