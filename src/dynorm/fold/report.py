@@ -133,10 +133,7 @@ class FoldReport(Plain):
                 where = "on the example only, because the model takes no other input,"
             notes.append(f"relative error {where} {self.error:.1e}, allowed {self.tolerance:.1e}")
         if self.sites and self.loads_with == "dynorm":
-            notes.append(
-                "loads where dynorm is imported: save it with dynorm.save, or in a class with "
-                "RMSNorms by dynorm.hub.as_stock"
-            )
+            notes.append("loads where dynorm is imported: save it with dynorm.save")
         return notes
 
     def _title(self) -> str:

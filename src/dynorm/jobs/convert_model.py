@@ -45,7 +45,8 @@ def convert_model(
         held_out: batches to measure on. None sets every fourth of ``batches`` aside for it.
         recipe: how to convert, a :class:`Recipe`, perhaps one that the command saved; None takes
             the defaults. Its fields for the command (``held_out``, ``max_length``, ``batch``,
-            ``calibration``, ``stock``) make no batches here and save nothing.
+            ``calibration``, ``stock``) make no batches here and save nothing; ``stock`` still refuses,
+            before a distillation, a model whose lines cannot all be folded.
         options: other fields of the :class:`Recipe`, such as ``to="dyt"``, ``witnesses=2``
             or ``steps=0``, in place of those of ``recipe``. Those for the command are refused.
 
@@ -75,8 +76,7 @@ def convert_model(
             "conversion, but it is converted or folded: call dynorm.restore_(model) first, or "
             "convert_, calibrate_ and measure in place of convert_model"
         )
-    # Nothing is saved here.
-    recipe = recipe.filled_for(model).changed(stock=False)
+    recipe = recipe.filled_for(model)
     if recipe.steps:
         require_library("transformers", "distillation (or pass steps=0)")
     fit = list(iterate(batches))
