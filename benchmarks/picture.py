@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import matplotlib as mpl
 import torch
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 import dynorm
-from benchmarks.tables import MODELS, left_in_place, runs_of
+from benchmarks.committed import left_in_place, runs_of
 from dynorm.jobs import encode, load_pretrained, make_batches
 from dynorm.jobs.texts import standard_library_docstrings
 from dynorm.report import InspectedSite
@@ -27,8 +26,11 @@ from dynorm.report.colours import COLOURS
 from tools.demo_model import folder
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
-# The models whose sites are drawn, and the conversion.
-DRAWN = {"minilm": "DyISRU", "smollm2": "DyISRU after a constant token"}
+# The conversions whose sites are drawn: the model in the results, its name, and what is left in place.
+DRAWN = [
+    ("minilm", "all-MiniLM-L6-v2", "DyISRU"),
+    ("smollm2", "SmolLM2-135M", "DyISRU after a constant token"),
+]
 
 
 def draw_site(axes: Axes, site: InspectedSite, words: str) -> None:
@@ -47,14 +49,14 @@ def draw_site(axes: Axes, site: InspectedSite, words: str) -> None:
     axes.legend(frameon=False, loc="upper left", fontsize=9, markerscale=3)
 
 
-def draw_errors(axes: Axes, model: str) -> None:
+def draw_errors(axes: Axes, model: str, name: str, layer: str) -> None:
     """Draw the error of each site of a strict model, from the first to the last."""
-    strict = next(run for run in runs_of(model) if left_in_place(run[0]) == DRAWN[model])
-    for steps, row in strict.items():
+    drawn = next(run for run in runs_of(model) if left_in_place(run[0]) == layer)
+    for steps, row in drawn.items():
         errors = [100 * error for _, error in row["sites"]]
         label = f"{steps:,} steps" if steps else "no training"
         axes.plot(range(1, len(errors) + 1), errors, "o-", ms=3, lw=1, label=label)
-    axes.set_title(f"{MODELS[model]}, {DRAWN[model]}", fontsize=10)
+    axes.set_title(f"{name}, {layer}", fontsize=10)
     axes.set_xlabel("norms, in the order of the model")
     axes.set_ylim(0, 115)
     axes.yaxis.set_major_formatter(PercentFormatter())
@@ -62,35 +64,34 @@ def draw_errors(axes: Axes, model: str) -> None:
     axes.legend(frameon=False, fontsize=9)
 
 
-def draw_before_after(plt: Any) -> None:
+def draw_before_after() -> None:
     """Write docs/images/before-after.png."""
     pretrained = load_pretrained(folder())
     batches = make_batches(pretrained, encode(pretrained, standard_library_docstrings()[::60]))
     sites = dynorm.inspect_norms(pretrained.model, batches).sites
     in_order = sorted(sites, key=lambda site: site.core.errors["dyisru"])
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2)
     draw_site(axes[0], in_order[0], "where it fits best")
     draw_site(axes[1], in_order[-1], "where it fits worst")
     axes[0].set_ylabel("output y, without weight and bias")
     figure.savefig(IMAGES / "before-after.png", dpi=110)
 
 
-def draw_sites(plt: Any) -> None:
+def draw_sites() -> None:
     """Write docs/images/sites.png."""
-    figure, axes = plt.subplots(1, len(DRAWN), figsize=(10, 3.6), layout="constrained")
-    for place, model in zip(axes, DRAWN, strict=True):
-        draw_errors(place, model)
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    axes = figure.subplots(1, len(DRAWN))
+    for place, conversion in zip(axes, DRAWN, strict=True):
+        draw_errors(place, *conversion)
     axes[0].set_ylabel("error over the spread of the norm's output")
     figure.savefig(IMAGES / "sites.png", dpi=110)
 
 
 def main() -> None:
     """Write both pictures."""
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
-    draw_sites(plt)
-    draw_before_after(plt)
+    draw_sites()
+    draw_before_after()
 
 
 if __name__ == "__main__":

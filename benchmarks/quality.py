@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import dynorm
-from dynorm.hub.prefix import with_prefix
+from dynorm.hub import with_prefix
 from dynorm.jobs import encode, load_pretrained, make_batches
 from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import image_inputs
@@ -99,9 +99,9 @@ class Run:
         }
         stages = []
         if seed == 0:
-            stages.append({**start, "stage": "calibrated", "steps": 0})
+            stages.append({**start, "steps": 0})
         if self.steps:
-            stages.append({**start, "stage": "distilled", "steps": self.steps, "lr": self.lr})
+            stages.append({**start, "steps": self.steps, "lr": self.lr})
         return stages
 
 
@@ -282,10 +282,12 @@ def add(model: str, row: Row) -> None:
     print(json.dumps(row), flush=True)
 
 
-def is_known(model: str, about: Row) -> bool:
-    """Return whether the committed file has a row of a stage."""
-    known = committed().get(model, [])
-    return any(about.items() <= row.items() for row in known)
+def known(model: str, about: Row) -> Row | None:
+    """Return the row of a stage in the committed file, or None if it is missing."""
+    for row in committed().get(model, []):
+        if about.items() <= row.items():
+            return row
+    return None
 
 
 def check(model: str, subject: Subject) -> None:
@@ -293,10 +295,12 @@ def check(model: str, subject: Subject) -> None:
     run = RUNS[model][0]
     kind = next(iter(subject.held_out))
     name, noise = CHECKED[model]
-    now = next(rows(subject, run, run.stages(0)))[kind][name]
-    about = run.stages(0)[0]
-    row = next(row for row in committed()[model] if about.items() <= row.items())
+    untrained = run.stages(0)[0]
+    row = known(model, untrained)
+    if row is None:
+        sys.exit(f"{RESULTS} has no row of {untrained}")
     before = row[kind][name]
+    now = next(rows(subject, run, [untrained]))[kind][name]
     worse = now - before if name == "kl" else before - now
     print(f"{model}, {kind}, {name}: {now:.4f}, committed {before:.4f}, noise {noise}")
     if worse > noise:
@@ -318,7 +322,7 @@ def main() -> None:
     for number in chosen:
         run = RUNS[options.model][number]
         for seed in range(run.seeds):
-            stages = [about for about in run.stages(seed) if not is_known(options.model, about)]
+            stages = [about for about in run.stages(seed) if known(options.model, about) is None]
             if stages:
                 for row in rows(subject, run, stages):
                     add(options.model, row)

@@ -1,31 +1,19 @@
 """Write the tables of README.md and docs/ from the committed results: ``python -m benchmarks.tables``."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.committed import Row, kinds_of, left_in_place, load, runs_of
+from dynorm.recipe import ENCODER
+
 ROOT = Path(__file__).parent.parent
 START = "<!-- {name}: made by python -m benchmarks.tables -->"
 END = "<!-- end -->"
-LAYERS = {"linear": "a line", "dyisru": "DyISRU", "dyt": "scaled DyT", "derf": "scaled Derf"}
-MODELS = {"minilm": "all-MiniLM-L6-v2", "smollm2": "SmolLM2-135M", "dinov2": "DINOv2-small"}
 # Products with at most so many rows are those of decoding.
 FEW_ROWS = 64
-# The default length of a distillation of an encoder of texts.
-HEADLINE_STEPS = 500
-# How the figures of several seeds become one, where that is not their mean.
-WORST = {"cosine_min": min, "kl_worst": max}
-RETRIEVED = {"untrained": "DyISRU, no training", "demo": "DyISRU, 500 steps"}
-Row = dict[str, Any]
-
-
-def load(name: str) -> Row:
-    """Return the committed results of a name."""
-    path = ROOT / "benchmarks" / "results" / f"{name}.json"
-    document: Row = json.loads(path.read_text("utf-8"))
-    return document
+RETRIEVED = {"untrained": "DyISRU, no training", "demo": f"DyISRU, {ENCODER.steps} steps"}
 
 
 def lines_of(heads: list[str], rows: list[list[str]]) -> str:
@@ -34,45 +22,6 @@ def lines_of(heads: list[str], rows: list[list[str]]) -> str:
     for cells in rows:
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def left_in_place(row: Row) -> str:
-    """Say what is left in a norm's place."""
-    name = LAYERS[row["to"]]
-    if row["witnesses"]:
-        return f"{name}, {row['witnesses']} witnesses"
-    if row["prefix"]:
-        return f"{name} after a constant token"
-    return name
-
-
-def runs_of(model: str) -> list[dict[int, Row]]:
-    """Return the rows of each conversion of a model by their steps of distillation."""
-    runs: dict[tuple[Any, ...], dict[int, list[Row]]] = {}
-    for row in load("quality").get(model, []):
-        stages = runs.setdefault((row["to"], row["witnesses"], row["prefix"]), {})
-        stages.setdefault(row["steps"], []).append(row)
-    found = []
-    for stages in runs.values():
-        found.append({steps: over_seeds(stages[steps]) for steps in sorted(stages)})
-    return found
-
-
-def over_seeds(rows: list[Row]) -> Row:
-    """Return one row of the same conversion with several seeds: its figures are means, or the worst."""
-    one = {**rows[0], "seeds": len(rows)}
-    for kind in kinds_of(one):
-        figures = {}
-        for name in one[kind]:
-            values = [row[kind][name] for row in rows]
-            figures[name] = WORST.get(name, mean)(values)
-        one[kind] = figures
-    return one
-
-
-def kinds_of(row: Row) -> list[str]:
-    """Return the kinds of data that a row has figures of."""
-    return [name for name, value in row.items() if isinstance(value, dict)]
 
 
 def embedding(figures: Row) -> str:
@@ -132,14 +81,14 @@ def headline_table() -> str:
         if run[0]["to"] in ("dyt", "derf"):
             continue
         cells = [left_in_place(run[0])]
-        for steps in (0, HEADLINE_STEPS):
+        for steps in (0, ENCODER.steps):
             if steps in run:
                 figures = run[steps]["docstrings"]
                 cells.append(f"{figures['cosine_mean']:.3f} ({figures['cosine_min']:.2f})")
             else:
                 cells.append("not run")
         rows.append(cells)
-    heads = ["in the norms' place", "no training", f"distilled, {HEADLINE_STEPS} steps"]
+    heads = ["in the norms' place", "no training", f"distilled, {ENCODER.steps} steps"]
     return lines_of(heads, rows)
 
 
