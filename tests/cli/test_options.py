@@ -49,8 +49,9 @@ def test_options_are_fields_of_the_recipe(
     [
         (["derf"], "derf"),
         (["*.attn.*=keep"], {"*.attn.*": "keep", "*": "dyisru"}),
+        (["keep"], "keep"),
         (["*=keep"], "keep"),
-        (["a=dyt", "*=linear", "b=keep"], {"a": "dyt", "b": "keep", "*": "linear"}),
+        (["a=dyt", "linear", "b=keep"], {"a": "dyt", "b": "keep", "*": "linear"}),
     ],
 )
 def test_layers_by_globs(words: list[str], layers: object) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -22,9 +21,10 @@ from transformers import (
 import dynorm
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.hub import with_prefix
+from tests.ecosystem import models
 
 SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-TOKEN = 3
+TOKEN = 2
 
 
 def llama(**options: Any) -> Any:
@@ -40,19 +40,11 @@ def llama(**options: Any) -> Any:
 
 
 def gpt2() -> Any:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=TOKEN, eos_token_id=0
-    )
-    return GPT2LMHeadModel(config).eval()
+    return dynorm.restore_(models.gpt2())
 
 
 def texts() -> torch.Tensor:
-    return torch.randint(64, (3, 9), generator=torch.Generator().manual_seed(1))
-
-
-def after_token(ids: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.full((len(ids), 1), TOKEN), ids], dim=1)
+    return models.ids(3, 9)
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])
@@ -63,13 +55,14 @@ def test_logits_and_texts_are_those_after_the_token(build: Any) -> None:
     ids = texts()
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
-    expected = model(input_ids=after_token(ids), attention_mask=after_token(mask)).logits[:, 1:]
+    after_token = pad(ids, (1, 0), value=TOKEN)
+    expected = model(after_token, attention_mask=pad(mask, (1, 0), value=1)).logits[:, 1:]
     logits = prefixed(input_ids=ids, attention_mask=mask).logits
     torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()])
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     found = prefixed.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
-    wanted = after_token(ids)
-    wanted = model.generate(input_ids=wanted, attention_mask=torch.ones_like(wanted), **settings)
+    every = torch.ones_like(after_token)
+    wanted = model.generate(after_token, attention_mask=every, **settings)
     assert torch.equal(found[:, 9:], wanted[:, 10:])
 
 
