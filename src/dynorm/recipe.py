@@ -79,9 +79,9 @@ class Recipe(Plain):
     Args:
         to: the layer in the place of the norms by its name, or a mapping from globs of their paths
             to layers, as in :func:`convert_`; point-wise, not annealed. "keep" leaves the norms, and
-            "none" leaves nothing: each norm
-            becomes a line, whose bias takes the mean out if it was a LayerNorm, and :func:`fold_` removes
-            it in the end. A line that cannot be folded stays, and the report names it.
+            "none" leaves nothing: each norm becomes a line, whose bias takes the mean out if it was a
+            LayerNorm, and :func:`fold_` removes it in the end. A line that cannot be folded stays, and
+            the report names it.
         stock: with ``to="none"``, save the model in its own class, as :func:`dynorm.hub.as_stock`
             returns it. Only for the command, as ``held_out`` and the three fields behind it are.
         witnesses: the number of channels, at most 16, from which each layer may estimate the size

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.arguments import check_module
 from dynorm.errors import ArgumentError, ModelError, require_library
 from dynorm.guard import require_plain_model, undisturbed
 from dynorm.replace.edits import is_changed
@@ -58,7 +57,6 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
         X. L. Li and P. Liang, "Prefix-Tuning", arXiv 2101.00190; M. Sun et al., "Massive Activations in
         Large Language Models", arXiv 2402.17762, section 4.
     """
-    check_module(model)
     require_plain_model(model)
     require_library("peft", "a prefix")
     config = _config_of_decoder(model)

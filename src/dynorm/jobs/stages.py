@@ -70,7 +70,8 @@ def convert_in_stages_(
         converted = convert_(model, norms, recipe.layers, witnesses=recipe.witnesses)
         say(converted.summary())
         course.run("calibrate", calibrate_, data.calibration)
-        ways = ways_on(bool(recipe.steps), bool(recipe.witnesses) or recipe.removes_norms)
+        may_have_witnesses = not recipe.witnesses and not recipe.removes_norms
+        ways = ways_on(bool(recipe.steps), with_witnesses=may_have_witnesses)
         say(f"To lose less: {ways}.")
         if recipe.steps:
             if recipe.removes_norms:

@@ -110,8 +110,9 @@ class ModelReport(Report):
         if self.sites:
             depends = dependence(self.sites)
             sentences.append(f"{depends[0].upper()}{depends[1:]}.")
-        if self.kept:
-            sentences.append(f"Not so at {count_of(len(self.kept), 'norm')} that the model keeps.")
+            if self.kept:
+                norms = count_of(len(self.kept), "norm")
+                sentences.append(f"Not so at {norms} that the model keeps.")
         stages = self.meta.get("stages", {})
         sentences.append(_about_fold(stages.get("fold", {})))
         sentences.append(about_loss(self.output))
@@ -127,9 +128,11 @@ class ModelReport(Report):
             )
         if not _lost_quality(self.output):
             return "try it on your own task"
-        is_distilled = "distill" in self.meta.get("stages", {})
+        stages = self.meta.get("stages", {})
         has_witnesses = any(site.witnesses for site in self.sites)
-        return ways_on(is_distilled, has_witnesses or "fold" in self.meta.get("stages", {}))
+        return ways_on(
+            "distill" in stages, with_witnesses=not has_witnesses and "fold" not in stages
+        )
 
     def findings(self) -> list[str]:
         """Return the verdict and the figures of the stages."""
@@ -233,12 +236,12 @@ def about_loss(output: OutputReport) -> str:
     return f"{words}: {', '.join(figures)}." if figures else ""
 
 
-def ways_on(is_distilled: bool, has_witnesses: bool) -> str:
-    """Return how to lose less."""
+def ways_on(is_distilled: bool, *, with_witnesses: bool) -> str:
+    """Return how to lose less; ``with_witnesses`` if the layers lack them and may have some."""
     ways = ["distil it (dynorm.distill_, or --steps in the command)"]
     if is_distilled:
         ways = ["distil it longer"]
-    if not has_witnesses:
+    if with_witnesses:
         ways.append("give the layers a few named channels (witnesses=4, at most 16)")
     ways.append("keep the norms of the largest layer errors")
     return ", or ".join(ways)
