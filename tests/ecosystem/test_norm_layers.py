@@ -1,9 +1,9 @@
-"""The layers under the names and signatures of other libraries: timm, Megatron, x-transformers."""
+"""The layers under the names and signatures of other libraries: timm and x-transformers."""
 
 from __future__ import annotations
 
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from dynorm.errors import ArgumentError
 
 
 @pytest.mark.parametrize("name", ["dyisru", "dyt", "derf"])
-def test_the_calls_of_timm_and_megatron(name: str) -> None:
+def test_the_calls_of_timm(name: str) -> None:
     layer = {"dyisru": dynorm.DyISRU, "dyt": dynorm.DyT, "derf": dynorm.Derf}[name]
     norm, norm2d = dynorm.layers.norm_layer(name), dynorm.layers.norm_layer(f"{name}2d")
     assert norm(8, elementwise_affine=False).weight is None
@@ -24,9 +24,6 @@ def test_the_calls_of_timm_and_megatron(name: str) -> None:
     for built in (norm(8), norm(8, eps=1e-6), norm(8, 1e-6), partial(norm, eps=1e-5)(8)):
         assert type(built) is layer
         assert repr(built) == wanted
-    # Megatron builds a class, and would return a function as it is.
-    assert isinstance(norm, type)
-    assert repr(norm(config=object(), hidden_size=8, eps=1e-5)) == wanted
     assert norm(8, affine=False).weight is None
     assert norm(8, scale=1, dtype=torch.float64).weight.dtype == torch.float64
     x = torch.randn(2, 8, 3, 3)
@@ -36,14 +33,6 @@ def test_the_calls_of_timm_and_megatron(name: str) -> None:
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"one of dyisru, dyt, derf, got 'layernorm2d'"):
         dynorm.layers.norm_layer("layernorm2d")
-
-
-@pytest.mark.parametrize("option", ["sequence_parallel", "layernorm_zero_centered_gamma"])
-def test_an_option_of_megatron_that_a_layer_cannot_heed_is_refused(option: str) -> None:
-    norm = dynorm.layers.norm_layer("dyt")
-    assert norm(config=SimpleNamespace(**{option: False}), hidden_size=8).channels == 8
-    with pytest.raises(ArgumentError, match=f"{option} must be False, got True: turn it off"):
-        norm(config=SimpleNamespace(**{option: True}), hidden_size=8)
 
 
 @pytest.fixture
