@@ -5,11 +5,11 @@ sum of their squares. With these as constants, a point-wise function is the norm
 approximation of it. Equation numbers are those of arXiv 2503.21708. All functions raise
 :class:`dynorm.errors.ArgumentError` when an argument is outside its domain.
 
-``x`` is a floating point tensor of any shape, ``dim`` the dimension of the channels, and ``eps``
-the number, not negative, that the norm adds to its variance or mean of squares. Results have the
-shape and dtype of ``x``. The leave-one-out functions need at least two channels, run in
-O(C), and stay accurate if one channel dominates. A ``beta`` argument is a positive float or a
-tensor of any shape; the result is of the same kind.
+``x`` is a floating point tensor with the channels last, and ``eps`` the number, not negative, that
+the norm adds to its variance or mean of squares. Results have the shape and dtype of ``x``. The
+leave-one-out functions need at least two channels, run in O(C), and stay accurate if one channel
+dominates. A ``beta`` argument is a positive float or a tensor of any shape; the result is of the
+same kind.
 """
 
 import math
@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dynorm.arguments import along, check_not_negative, resolve
+from dynorm.arguments import check_not_negative, resolve
 from dynorm.errors import ArgumentError
 from dynorm.functional import center, dyisru, dyisru_general, mean_square, rms
 
@@ -44,23 +44,23 @@ __all__ = [
 FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
 
 
-def layer_norm_slope_factor(x: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
+def layer_norm_slope_factor(x: Tensor, keepdim: bool = False) -> Tensor:
     r"""Return the factor of LayerNorm's derivative that depends on the whole token (eq. 6).
 
     .. math:: F(x) = \frac{1}{C \sigma}
 
-    The result has the shape of ``x`` without ``dim``, or with size 1 there if ``keepdim`` is set.
+    The result has the shape of ``x`` without its channels, or with size 1 there if ``keepdim`` is set.
 
     Example:
         >>> layer_norm_slope_factor(torch.tensor([-2.0, 2.0]))
         tensor(0.2500)
     """
-    z, axis = resolve(x, dim)
-    sigma = rms(center(z, dim), dim, keepdim=keepdim)
-    return (1 / (z.shape[axis] * sigma)).to(x.dtype)
+    z, _ = resolve(x, -1)
+    sigma = rms(center(z), keepdim=keepdim)
+    return (1 / (z.shape[-1] * sigma)).to(x.dtype)
 
 
-def layer_norm_derivative(x: Tensor, dim: int = -1) -> Tensor:
+def layer_norm_derivative(x: Tensor) -> Tensor:
     r"""Return the diagonal of LayerNorm's Jacobian (eq. 5, Theorem 1).
 
     .. math:: \frac{dy_i}{dx_i} = F(x) (C - 1 - y_i^2)
@@ -69,14 +69,14 @@ def layer_norm_derivative(x: Tensor, dim: int = -1) -> Tensor:
         >>> layer_norm_derivative(torch.tensor([-1.0, 0.0, 1.0]))
         tensor([0.2041, 0.8165, 0.2041])
     """
-    z, axis = resolve(x, dim)
-    channels, d = z.shape[axis], center(z, dim)
-    y = d / rms(d, dim, keepdim=True)
-    factor = layer_norm_slope_factor(z, dim, keepdim=True)
+    z, _ = resolve(x, -1)
+    channels, d = z.shape[-1], center(z)
+    y = d / rms(d, keepdim=True)
+    factor = layer_norm_slope_factor(z, keepdim=True)
     return (factor * (channels - 1 - y * y)).to(x.dtype)
 
 
-def channel_beta(x: Tensor, dim: int = -1) -> Tensor:
+def channel_beta(x: Tensor) -> Tensor:
     r"""Return each channel's beta that makes DyISRU around the mean LayerNorm (eq. 14, Theorem 4).
 
     .. math:: \beta_i = (C - 1) \sigma_{\neq i}^2 - \sigma^2 = \frac{(C - 1)^2}{C} v_i,
@@ -89,13 +89,12 @@ def channel_beta(x: Tensor, dim: int = -1) -> Tensor:
         >>> channel_beta(torch.tensor([0.0, 1.0, 3.0]))
         tensor([1.3333, 3.0000, 0.3333])
     """
-    z, _ = resolve(x, dim)
-    d = center(z, dim)
-    square_sum = leave_one_out_square_sum(d, dim)
-    return (square_sum - mean_square(d, dim, keepdim=True)).to(x.dtype)
+    z, _ = resolve(x, -1)
+    d = center(z)
+    return (leave_one_out_square_sum(d) - mean_square(d, keepdim=True)).to(x.dtype)
 
 
-def leave_one_out_mean(x: Tensor, dim: int = -1) -> Tensor:
+def leave_one_out_mean(x: Tensor) -> Tensor:
     r"""Return for each channel the mean of the others.
 
     .. math:: m_i = \frac{1}{C - 1} \sum_{k \neq i} x_k
@@ -106,13 +105,13 @@ def leave_one_out_mean(x: Tensor, dim: int = -1) -> Tensor:
         >>> leave_one_out_mean(torch.tensor([0.0, 1.0, 3.0]))
         tensor([2.0000, 1.5000, 0.5000])
     """
-    z, axis = resolve(x, dim)
-    rest = _without_outlier(z, axis)
+    z, _ = resolve(x, -1)
+    rest = _without_outlier(z)
     difference = (rest.peak - rest.deviation) / (rest.channels - 1)
     return (rest.mean + difference).to(x.dtype)
 
 
-def leave_one_out_variance(x: Tensor, dim: int = -1) -> Tensor:
+def leave_one_out_variance(x: Tensor) -> Tensor:
     r"""Return for each channel the biased variance of the others about their mean (eq. 14).
 
     .. math:: v_i = \frac{1}{C - 1} \sum_{k \neq i} (x_k - m_i)^2
@@ -121,8 +120,8 @@ def leave_one_out_variance(x: Tensor, dim: int = -1) -> Tensor:
         >>> leave_one_out_variance(torch.tensor([0.0, 1.0, 3.0]))
         tensor([1.0000, 2.2500, 0.2500])
     """
-    z, axis = resolve(x, dim)
-    rest = _without_outlier(z, axis)
+    z, _ = resolve(x, -1)
+    rest = _without_outlier(z)
     others = rest.channels - 1
     # Taking the outlier in and channel i out adds the product of these to the sum of squares. As
     # the outlier is the channel farthest from the mean, both factors have the sign of its
@@ -132,7 +131,7 @@ def leave_one_out_variance(x: Tensor, dim: int = -1) -> Tensor:
     return ((rest.square_sum + first * second) / others).to(x.dtype)
 
 
-def leave_one_out_beta(x: Tensor, dim: int = -1, eps: float = 0.0) -> Tensor:
+def leave_one_out_beta(x: Tensor, eps: float = 0.0) -> Tensor:
     r"""Return each channel's beta that makes DyISRU LayerNorm around :func:`leave_one_out_mean`.
 
     .. math:: b_i = C v_i + \frac{C^2}{C - 1} \varepsilon
@@ -144,16 +143,14 @@ def leave_one_out_beta(x: Tensor, dim: int = -1, eps: float = 0.0) -> Tensor:
         >>> leave_one_out_beta(torch.tensor([0.0, 1.0, 3.0]))
         tensor([3.0000, 6.7500, 0.7500])
     """
-    z, axis = resolve(x, dim)
+    z, _ = resolve(x, -1)
     check_not_negative("eps", eps)
-    channels = _count_at_least_two(z, axis)
+    channels = _count_at_least_two(z)
     # x_i - mu is (C - 1) / C of x_i - m_i, hence not C eps as for RMSNorm.
-    return (channels * leave_one_out_variance(z, dim) + eps * channels**2 / (channels - 1)).to(
-        x.dtype
-    )
+    return (channels * leave_one_out_variance(z) + eps * channels**2 / (channels - 1)).to(x.dtype)
 
 
-def leave_one_out_square_sum(x: Tensor, dim: int = -1, eps: float = 0.0) -> Tensor:
+def leave_one_out_square_sum(x: Tensor, eps: float = 0.0) -> Tensor:
     r"""Return each channel's beta that makes DyISRU RMSNorm (eq. 14 without a centre).
 
     .. math:: s_i = \sum_{k \neq i} x_k^2 + C \varepsilon
@@ -164,16 +161,16 @@ def leave_one_out_square_sum(x: Tensor, dim: int = -1, eps: float = 0.0) -> Tens
         >>> leave_one_out_square_sum(torch.tensor([1.0, 2.0, 3.0]))
         tensor([13., 10.,  5.])
     """
-    z, axis = resolve(x, dim)
+    z, _ = resolve(x, -1)
     check_not_negative("eps", eps)
-    channels, squares = _count_at_least_two(z, axis), z * z
-    largest = _is_largest(squares, axis)
-    rest, peak = _sum_without(largest, squares, axis), _sum_without(~largest, squares, axis)
+    channels, squares = _count_at_least_two(z), z * z
+    largest = _is_largest(squares)
+    rest, peak = _sum_without(largest, squares), _sum_without(~largest, squares)
     # Both terms are non-negative: the plain difference of sums would cancel at an outlier.
     return (rest + (peak - squares) + channels * eps).to(x.dtype)
 
 
-def layer_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: int = -1) -> Tensor:
+def layer_norm_as_dyisru(x: Tensor, eps: float = 0.0) -> Tensor:
     r"""Evaluate LayerNorm as a DyISRU with a centre and beta per channel (eq. 13 and 14).
 
     .. math:: \mathrm{LN}(x)_i = \sqrt{C - 1} \frac{x_i - m_i}{\sqrt{b_i + (x_i - m_i)^2}}
@@ -185,12 +182,11 @@ def layer_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: int = -1) -> Tensor:
         >>> layer_norm_as_dyisru(torch.tensor([1.0, 2.0, 6.0]))
         tensor([-0.9258, -0.4629,  1.3887])
     """
-    z, _ = resolve(x, dim)
-    beta, middle = leave_one_out_beta(z, dim, eps), leave_one_out_mean(z, dim)
-    return dyisru_general(z, beta, middle, dim=dim).to(x.dtype)
+    z, _ = resolve(x, -1)
+    return dyisru_general(z, leave_one_out_beta(z, eps), leave_one_out_mean(z)).to(x.dtype)
 
 
-def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: int = -1) -> Tensor:
+def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0) -> Tensor:
     r"""Evaluate RMSNorm as a DyISRU whose beta leaves out the channel that it acts on (eq. 15).
 
     .. math:: \mathrm{RMSNorm}(x)_i = \sqrt{C} \frac{x_i}{\sqrt{s_i + x_i^2}}
@@ -201,13 +197,12 @@ def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0, dim: int = -1) -> Tensor:
         >>> rms_norm_as_dyisru(torch.tensor([1.0, 7.0]))
         tensor([0.2000, 1.4000])
     """
-    z, axis = resolve(x, dim)
-    beta = leave_one_out_square_sum(z, dim, eps)
-    scale = math.sqrt(z.shape[axis])
-    return dyisru(z, beta, scale=scale, dim=dim).to(x.dtype)
+    z, _ = resolve(x, -1)
+    scale = math.sqrt(z.shape[-1])
+    return dyisru(z, leave_one_out_square_sum(z, eps), scale=scale).to(x.dtype)
 
 
-def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: int = -1) -> Tensor:
+def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0) -> Tensor:
     r"""Evaluate RMSNorm as a DyISRU with every channel as a witness of gain 1.
 
     .. math:: \mathrm{RMSNorm}(x)_i = \sqrt{C}
@@ -219,14 +214,13 @@ def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0, dim: int = -1) -> Tensor:
         >>> rms_norm_by_witnesses(torch.tensor([1.0, 7.0]))
         tensor([0.2000, 1.4000])
     """
-    z, axis = resolve(x, dim)
+    z, _ = resolve(x, -1)
     check_not_negative("eps", eps)
-    channels = z.shape[axis]
+    channels = z.shape[-1]
     # A tensor: a float must be positive, but beta is 0 without eps.
     beta = torch.full((1,), eps * channels, dtype=z.dtype, device=z.device)
     every = torch.arange(channels, device=z.device)
-    scale = math.sqrt(channels)
-    return dyisru(z, beta, scale=scale, dim=dim, witnesses=every).to(x.dtype)
+    return dyisru(z, beta, scale=math.sqrt(channels), witnesses=every).to(x.dtype)
 
 
 def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
@@ -286,43 +280,40 @@ class _Rest(NamedTuple):
     peak: Tensor  # the outlier's deviation
 
 
-def _without_outlier(z: Tensor, axis: int) -> _Rest:
+def _without_outlier(z: Tensor) -> _Rest:
     """Return the statistics of each token without its outlier.
 
     Sums over all channels lose the small ones next to a huge one, and subtracting that leaves only
     noise.
     """
-    channels = _count_at_least_two(z, axis)
-    outlier = _is_largest(center(z, axis).abs(), axis)
-    mean = _sum_without(outlier, z, axis) / (channels - 1)
+    channels = _count_at_least_two(z)
+    outlier = _is_largest(center(z).abs())
+    mean = _sum_without(outlier, z) / (channels - 1)
     # A second pass removes the rounding of a mean that is large compared to the deviations.
-    drift = _sum_without(outlier, z - mean, axis) / (channels - 1)
+    drift = _sum_without(outlier, z - mean) / (channels - 1)
     deviation = z - mean - drift
-    square_sum = _sum_without(outlier, deviation * deviation, axis)
-    return _Rest(
-        channels, mean + drift, deviation, square_sum, _sum_without(~outlier, deviation, axis)
-    )
+    square_sum = _sum_without(outlier, deviation * deviation)
+    return _Rest(channels, mean + drift, deviation, square_sum, _sum_without(~outlier, deviation))
 
 
-def _is_largest(z: Tensor, axis: int) -> Tensor:
+def _is_largest(z: Tensor) -> Tensor:
     """Return a mask that is True at one largest element of each token."""
-    positions = along(torch.arange(z.shape[axis], device=z.device), z, axis)
-    return positions == z.argmax(axis, keepdim=True)
+    positions = torch.arange(z.shape[-1], device=z.device)
+    return positions == z.argmax(-1, keepdim=True)
 
 
-def _sum_without(mask: Tensor, z: Tensor, axis: int) -> Tensor:
+def _sum_without(mask: Tensor, z: Tensor) -> Tensor:
     """Return the sum of each token's elements where ``mask`` is False."""
-    return torch.where(mask, 0, z).sum(axis, keepdim=True)
+    return torch.where(mask, 0, z).sum(-1, keepdim=True)
 
 
-def _count_at_least_two(z: Tensor, axis: int) -> int:
+def _count_at_least_two(z: Tensor) -> int:
     """Return C, refusing tokens of one channel, of which nothing would remain."""
-    channels = z.shape[axis]
+    channels = z.shape[-1]
     if channels < 2:
         raise ArgumentError(
             f"x must have at least 2 channels to leave one out, got {channels} in shape "
-            f"{tuple(z.shape)}: "
-            "pass the dim that holds the channels"
+            f"{tuple(z.shape)}: move the channels to the last axis"
         )
     return channels
 
