@@ -17,6 +17,7 @@ import dynorm
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold import FoldReport, Rewrite, fold, fold_
 from dynorm.fold.check import Check
+from dynorm.fold.plan import Options
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.outputs import relative_error
 from dynorm.site import NormSite
@@ -74,15 +75,26 @@ def example(*sizes: int) -> Tensor:
     return torch.randn(*(sizes or (2, 5, 4)), dtype=torch.float64)
 
 
-def folded(model: Any, *args: Tensor, probe: tuple[Tensor, ...] = (), **options: Any) -> FoldReport:
-    """Fold, and compare on inputs that fold_ did not see."""
+def only_means(model: nn.Module, *args: Tensor) -> FoldReport:
+    """Fold as a conversion does, whose layers take over the weights."""
+    return fold.folded(model, [(args, {})], None, None, Options(center=True), None)
+
+
+def folded(
+    model: Any,
+    *args: Tensor,
+    probe: tuple[Tensor, ...] = (),
+    verb: Callable[..., FoldReport] = fold_,
+    **options: Any,
+) -> FoldReport:
+    """Fold, and compare on inputs that the fold did not see."""
     args = args or (example(),)
     probe = probe or tuple(
         torch.randn_like(arg) if arg.is_floating_point() else arg.flip(0) for arg in args
     )
     with torch.no_grad():
         exact = model(*probe)
-        report = fold_(model, *args, **options)
+        report = verb(model, *args, **options)
         assert relative_error([model(*probe)], [exact]) <= 1e-12
     return report
 
@@ -341,7 +353,7 @@ class Stream(nn.Module):
 
 def test_the_mean_leaves_a_stream_through_everything_that_writes_into_it() -> None:
     model = random(Stream())
-    report = folded(model, affine=False)
+    report = folded(model, verb=only_means)
     assert report.count("center") == 3
     written = "into.weight into.bias positions start constant one.weight one.bias two.weight"
     assert set(row(report, "center").into) == {*written.split(), "two.bias"}
@@ -398,7 +410,7 @@ def test_a_mean_stays_where_something_else_writes_or_reads_it(name: str) -> None
     parts = {"rms": rms(), "n2": nn.LayerNorm(C), "i": nn.Linear(C, 1), "l": nn.Linear(C, C)}
     model = model_of(lambda m, x: read(m, m.e(x)), g=vector(), g2=vector(), **parts)
     model.register_buffer("kept", torch.linspace(0.1, 2, C).double(), persistent=False)
-    report = folded(model, affine=False)
+    report = folded(model, verb=only_means)
     assert words in reason(report, "center")
     assert type(model.n) is nn.LayerNorm
 
@@ -411,7 +423,7 @@ def test_every_stream_that_a_norm_is_called_on_is_centred_or_none() -> None:
             return m.h(m.n(m.e(x))) + m.h(m.n(other)).relu()
 
         model = model_of(run, e2=nn.Linear(4, C))
-        report = folded(model, example(), example(), affine=False)
+        report = folded(model, example(), example(), verb=only_means)
         into = () if bend else ("e.weight", "e.bias", "e2.weight", "e2.bias")
         assert row(report, "center").into == into
 
@@ -449,7 +461,7 @@ def test_norms_of_ones_own() -> None:
     assert row(folded(model)).state == "folded"
     assert not model.n.weight.any()
     model = net(PASSES["plain"], n=Custom(False))
-    assert row(folded(model, affine=False), "center").state == "folded"
+    assert row(folded(model, verb=only_means), "center").state == "folded"
     assert not model.n.weight.requires_grad
     report = folded(net(PASSES["plain"], n=Custom(False, persistent=False)))
     assert "not saved with the model" in reason(report)

@@ -151,7 +151,7 @@ def test_means_that_only_rounding_shows_are_folded() -> None:
     with torch.no_grad():
         model.table.weight += 1000 * torch.rand(64, 1)
     with pytest.raises(ModelError, match="tolerance"):
-        dynorm.fold_(copy.deepcopy(model), batches()[0], affine=False)
+        dynorm.fold_(copy.deepcopy(model), batches()[0])
     assert count(folded(model)) == 3
 
 

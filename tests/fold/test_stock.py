@@ -65,8 +65,8 @@ def test_a_line_goes_with_its_slope_even_where_its_weight_is_zero() -> None:
         dynorm.restore_(model)
 
 
-def test_without_affine_maps_or_with_another_dtype_a_line_stays() -> None:
-    report = fold_(net(), example(), affine=False)
+def test_a_line_stays_where_it_is_not_wanted_or_has_another_dtype() -> None:
+    report = fold_(net(), example(), paths=())
     assert report.sites[0].becomes == ""
     model = net(promote=True)
     model.e.float()
@@ -139,7 +139,7 @@ def test_a_folded_model_is_saved_in_its_own_class_whose_norm_computes_the_identi
             dynorm.hub.as_stock(model, **given)
         return
     model.generation_config.eos_token_id = [2, 5]
-    stock: Any = dynorm.hub.as_stock(model, tolerance=coarse or 0.0, **given)
+    stock: Any = dynorm.hub.as_stock(model, **given)
     assert torch.equal(stock(**given).logits, model(**given).logits)
     assert stock.generation_config.eos_token_id == [2, 5]
     assert not any(map(is_ours, stock.modules()))

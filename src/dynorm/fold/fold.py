@@ -28,7 +28,6 @@ def fold_(
     *args: Any,
     sites: Sequence[NormSite] | None = None,
     paths: Collection[str] | None = None,
-    affine: bool = True,
     center: bool = True,
     add_bias: bool = False,
     untie: bool = False,
@@ -63,8 +62,7 @@ def fold_(
         *args: the example, the arguments of one call; or one batch, a tuple or dict of them.
         sites: all norms of the model, from :func:`find_norms`; None means to search for them.
         paths: the paths of the norms and point-wise layers to fold; None means all.
-        affine: fold weights and biases.
-        center: fold means.
+        center: fold means; False keeps LayerNorms, which the model's own class has.
         add_bias: give a linear layer a bias if a norm's bias needs one.
         untie: give tied weights, such as those of an embedding and a head, separate tensors if a
             fold needs it.
@@ -103,7 +101,7 @@ def fold_(
         check_not_negative("tolerance", tolerance)
     require_foldable(model)
     example = example_arguments(model, args, kwargs)
-    options = Options(affine, center, add_bias, untie)
+    options = Options(True, center, add_bias, untie)
     return folded(model, [example], sites, paths, options, tolerance)
 
 

@@ -73,7 +73,6 @@ def distill_(
     bf16: bool = False,
     accumulate: int = 1,
     checkpoints: str | os.PathLike[str] | None = None,
-    report_to: str | Iterable[str] | None = None,
     callbacks: Sequence[Any] = (),
 ) -> DistillationReport:
     """Train all weights of a converted model so that its outputs approach the original's, in place.
@@ -107,10 +106,8 @@ def distill_(
         accumulate: how many consecutive batches make a step; its loss is the mean over them.
         checkpoints: a folder for the Trainer's checkpoints: ten per run, of which the last is kept.
             If it holds one, training continues from there. None saves no checkpoints.
-        report_to: where the Trainer logs loss and rate, such as "tensorboard", "wandb", or a list of
-            such names. None means nowhere.
         callbacks: callbacks of the Trainer, such as an :class:`AnnealCallback` for an annealed
-            model.
+            model, or the ``WandbCallback`` of transformers, which logs loss and rate.
 
     Returns:
         Steps, time, and the loss before and after.
@@ -181,7 +178,7 @@ def distill_(
             save=folder is not None,
             seed=seed,
             gradient_accumulation_steps=accumulate,
-            report_to=report_to or "none",
+            report_to="none",
         )
         trainer = DistillationTrainer(objective, stream, arguments, lr, callbacks)
         try:
