@@ -175,5 +175,5 @@ def test_the_command_folds_checks_and_saves(gpt2: Path, tmp_path: Path) -> None:
 
 def test_the_command_leaves_nothing_when_it_fails(gpt2: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="nothing was written"):
-        fold_pretrained(gpt2, tmp_path / "out", {"affine": False, "center": False})
+        fold_pretrained(gpt2, tmp_path / "out", {"paths": ()})
     assert not (tmp_path / "out").exists()
