@@ -1,10 +1,9 @@
 """Run a model and leave it as it was; refuse models that dynorm cannot work on."""
 
-import copy
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -50,6 +49,8 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
         model.eval()
         yield
     finally:
+        # A Trainer turns on all modules.
+        model.eval()
         # A module that was replaced meanwhile, and the one in its place.
         for module in training:
             module.training = True
@@ -107,31 +108,18 @@ def undisturbed(
     # Both the tables and the values: a model may write into a buffer, or replace it by another
     # tensor. A run does not change the layers of dynorm, but calibration may give them witnesses,
     # which are buffers, during the run.
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    tables = []
     buffers = []
     for module in model.modules():
-        if getattr(module, "_dynorm_layer", False):
-            continue
-        tables.append((module._buffers, dict(module._buffers)))
-        buffers += [buffer for buffer in module._buffers.values() if buffer is not None]
-    values = [buffer.detach().clone() for buffer in buffers]
-    if attributes:
-        for module in model.modules():
-            for table in (vars(module), module._parameters, module._buffers):
-                tables.append((table, dict(table)))
+        if attributes:
+            tables += _tables_of(module)
+        if not getattr(module, "_dynorm_layer", False):
+            tables.append(module._buffers)
+            buffers += [buffer for buffer in module._buffers.values() if buffer is not None]
+    put_back = _way_back(tables, _copies_of(buffers))
     is_fused = torch.backends.mha.get_fastpath_enabled()
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
     on_gpu = any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors)
-
-    @torch.no_grad()
-    def put_back() -> None:
-        for table, before in tables:
-            table.clear()
-            table.update(before)
-        for buffer, value in zip(buffers, values, strict=True):
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
-
     mode = in_eval_mode(model) if evaluate else nullcontext()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
@@ -144,39 +132,62 @@ def undisturbed(
 
 @contextmanager
 def unchanged_on_error(
-    modules: Iterable[nn.Module], tensors: Iterable[Tensor] | None = None
-) -> Iterator[None]:
+    parts: Iterable[Any], values: Mapping[Tensor, Tensor] | None = None
+) -> Iterator[Callable[[], None]]:
     """Give modules their attributes and tensors their values back if an error is raised inside.
 
-    ``tensors`` are those that are written into and must be copied; None means all tensors of the
-    modules.
+    The context is a function that does so without an error.
+
+    Args:
+        parts: modules, and a model's config.
+        values: the tensors that may be written into, with a copy of each; None means all tensors of
+            the modules.
     """
-    modules = list(modules)
-    states = []
-    for module in modules:
-        state = dict(vars(module))
-        # A model's config, which a fold may change too, has none of these tables.
-        for name in ("_modules", "_parameters", "_buffers"):
-            if name in state:
-                state[name] = copy.copy(state[name])
-        states.append(state)
-    saved: set[Tensor] = set()
-    if tensors is not None:
-        saved.update(tensors)
-    else:
-        for module in modules:
-            saved.update(module.parameters(), module.buffers())
-    before = {tensor: tensor.detach().clone() for tensor in saved}
+    tables = []
+    tensors: set[Tensor] = set()
+    for part in parts:
+        tables += _tables_of(part)
+        if values is None:
+            tensors.update(part.parameters(), part.buffers())
+    if values is None:
+        values = _copies_of(tensors)
+    put_back = _way_back(tables, values)
     try:
-        yield
+        yield put_back
     except BaseException:
-        for module, state in zip(modules, states, strict=True):
-            vars(module).clear()
-            vars(module).update(state)
-        with torch.no_grad():
-            for tensor, value in before.items():
-                tensor.copy_(value)
+        put_back()
         raise
+
+
+def _copies_of(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """Return a copy of each tensor, by the tensor."""
+    return {tensor: tensor.detach().clone() for tensor in tensors}
+
+
+def _tables_of(part: Any) -> list[dict[str, Any]]:
+    """Return the dictionaries that hold a module's attributes and parts; a config has only the first."""
+    attributes = vars(part)
+    names = ("_modules", "_parameters", "_buffers")
+    return [attributes, *(attributes[name] for name in names if name in attributes)]
+
+
+def _way_back(
+    tables: Iterable[dict[str, Any]], values: Mapping[Tensor, Tensor]
+) -> Callable[[], None]:
+    """Return a function that gives dictionaries the entries of now, and tensors these values."""
+    entries = [(table, dict(table)) for table in tables]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for table, before in entries:
+            table.clear()
+            table.update(before)
+        for tensor, value in values.items():
+            # Some are expanded, or were made in inference mode, and cannot be written into.
+            if not torch.equal(tensor, value):
+                tensor.copy_(value)
+
+    return put_back
 
 
 def edited_parts(model: nn.Module) -> list[Any]:

@@ -125,7 +125,6 @@ def refine_(
         with (
             # In inference mode nothing has a gradient.
             torch.inference_mode(False),
-            unchanged_on_error(layers),
             undisturbed(model, evaluate=True),
             _only_trainable(model, layers),
             autocast(model, bf16=False),
@@ -158,21 +157,20 @@ def _refine(
 ) -> RefinementReport:
     """Take the steps, and put the old constants back if the error did not fall."""
     parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters()))
-    before = [p.detach().clone() for p in parameters]
     first = _mean_error(model, batches)
     if not math.isfinite(first):
         raise DataError(
             f"the mean site error must be finite, but is {first}: call calibrate_ first, or look "
             "for an overflow"
         )
-    _descend(model, layers, parameters, batches, steps, lr)
-    last = _mean_error(model, batches, finite=False)
-    # NaN is not below, so it counts as worse.
-    if last < first:
-        return RefinementReport(steps, first, last)
-    for parameter, old in zip(parameters, before, strict=True):
-        parameter.copy_(old)
-    return RefinementReport(steps, first, first)
+    with unchanged_on_error(layers) as put_back:
+        _descend(model, layers, parameters, batches, steps, lr)
+        last = _mean_error(model, batches, finite=False)
+        # NaN is not below, so it counts as worse.
+        if last < first:
+            return RefinementReport(steps, first, last)
+        put_back()
+        return RefinementReport(steps, first, first)
 
 
 def _mean_error(model: nn.Module, batches: list[Batch], *, finite: bool = True) -> float:

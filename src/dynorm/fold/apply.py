@@ -21,7 +21,8 @@ from dynorm.replace.swap import swap_, take_over_
 @contextmanager
 def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
     """Put a plan into a model; an error inside the context takes it out again."""
-    with unchanged_on_error(edited_parts(model), [slot.tensor for slot in plan.values]):
+    before = {slot.tensor: slot.tensor.detach().clone() for slot in plan.values}
+    with unchanged_on_error(edited_parts(model), before):
         is_untied = _untie_(plan)
         _write_values_(plan)
         for fold in plan.folds:

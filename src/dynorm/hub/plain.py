@@ -56,7 +56,7 @@ def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
     biases = contents.read_names(values, "biases", where)
     untied = contents.read_names(values, "untied", where)
     tensors = _read_weights(folder, values.get("aliases"))
-    with unchanged_on_error(model.modules(), tensors=()):
+    with unchanged_on_error(model.modules(), {}):
         before = plain_modules(inside, remove_duplicate=False)
         apply_specs_(inside, specs)
         after = plain_modules(inside, remove_duplicate=False)

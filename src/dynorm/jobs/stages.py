@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dynorm.batches import Batch
@@ -57,7 +56,9 @@ def convert_in_stages_(
     sites = find_norms(model, batch)
     original = _copied(model)
     course = _Course(model, original, data.compared, say)
-    with _restored_on_error(model, original):
+    # The copy has the values from before, so that no other is needed.
+    before = dict(zip(_tensors(model), _tensors(original), strict=True))
+    with unchanged_on_error(edited_parts(model), before):
         # Folding the means makes RMSNorms of LayerNorms.
         norms = sites
         if recipe.fold_means:
@@ -147,21 +148,6 @@ def _copied(model: nn.Module) -> nn.Module:
             "the model must be one that copy.deepcopy copies, because it is compared with its "
             f"original, but {type(error).__name__}: {error}"
         ) from error
-
-
-@contextmanager
-def _restored_on_error(model: nn.Module, original: nn.Module) -> Iterator[None]:
-    """Give a model its modules and its values back, those of its copy, if an error is raised."""
-    try:
-        with unchanged_on_error(edited_parts(model), tensors=()):
-            yield
-    except BaseException:
-        with torch.no_grad():
-            for tensor, before in zip(_tensors(model), _tensors(original), strict=True):
-                # Some are expanded, or were made in inference mode, and cannot be written into.
-                if not torch.equal(tensor, before):
-                    tensor.copy_(before)
-        raise
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -5,6 +5,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -136,19 +137,10 @@ def distill_(
         >>> dynorm.distill_(model, data, teacher=original, steps=8).steps
         8
     """
-    for module, name in ((model, "the model"), (teacher, "the teacher")):
-        check_module(module, name)
-        require_values(module)
-    check_count("steps", steps)
-    check_count("accumulate", accumulate)
-    if check_count("seed", seed, 0) >= 2**32:
-        raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {seed}")
-    check_positive("lr", lr)
-    folder = None if checkpoints is None else Path(checkpoints)
-    require_library("transformers", "its Trainer")
-    require_library("accelerate", "the Trainer of transformers")
+    _check(model, teacher, steps, lr, seed, accumulate)
     from dynorm.train.trainer import DistillationTrainer, training_arguments
 
+    folder = None if checkpoints is None else Path(checkpoints)
     started = time.perf_counter()
     objective = Distillation(model, teacher, bf16 and usable_bf16(model))
     if folder is not None and objective.sharded:
@@ -156,12 +148,8 @@ def distill_(
             "checkpoints must be None for a model that is sharded by fully_shard: save it with "
             "torch.distributed.checkpoint in a callback"
         )
-    # An annealed model is still its teacher: it has no error that a step could make smaller.
-    annealed = any(isinstance(module, AnnealedNorm) for module in model.modules())
-    before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    loss_before = None
-    loss_after = None
     with (
+        ExitStack() as undo,
         # In inference mode nothing has a gradient.
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -181,27 +169,22 @@ def distill_(
             report_to="none",
         )
         trainer = DistillationTrainer(objective, stream, arguments, lr, callbacks)
+        before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        # After an error too.
+        undo.callback(model.load_state_dict, before)
         try:
-            if not annealed:
-                loss_before = trainer.mean_loss(first)
-            trainer.train_from(folder)
-            model.eval()
-            if not annealed:
-                loss_after = trainer.mean_loss(first)
-        except BaseException:
-            model.load_state_dict(before)
-            raise
+            loss_before, loss_after = _train(trainer, first, folder)
         finally:
-            model.eval()
-            model.zero_grad(set_to_none=True)
+            model.zero_grad()
+        # A loss of NaN is worse, too.
+        kept = loss_before is None or loss_after is None or loss_after <= loss_before
+        if kept:
+            undo.pop_all()
     taken = int(trainer.state.global_step)
-    # A loss of NaN is worse, too.
-    kept = loss_before is None or loss_after is None or loss_after <= loss_before
     if kept:
         for layer in dynorm_layers(model).values():
             layer.__dict__.pop("replaced", None)
     else:
-        model.load_state_dict(before)
         warnings.warn(
             f"{taken} steps at a rate of {lr:.2g} made the loss {loss_after:.3f}, which was "
             f"{loss_before:.3f}: the weights from before are put back; give more steps, or a lower "
@@ -211,6 +194,36 @@ def distill_(
         )
     seconds = time.perf_counter() - started
     return DistillationReport(taken, lr, seconds, loss_before, loss_after, kept)
+
+
+def _check(
+    model: nn.Module, teacher: nn.Module, steps: int, lr: float, seed: int, accumulate: int
+) -> None:
+    """Check the arguments of :func:`distill_`, and that the Trainer is installed."""
+    for module, name in ((model, "the model"), (teacher, "the teacher")):
+        check_module(module, name)
+        require_values(module)
+    check_count("steps", steps)
+    check_count("accumulate", accumulate)
+    if check_count("seed", seed, 0) >= 2**32:
+        raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {seed}")
+    check_positive("lr", lr)
+    require_library("transformers", "its Trainer")
+    require_library("accelerate", "the Trainer of transformers")
+
+
+def _train(
+    trainer: Any, first: Sequence[Batch], folder: Path | None
+) -> tuple[float | None, float | None]:
+    """Train, and return the losses of the first batches before and after; None if it is annealed."""
+    # An annealed model is still its teacher: it has no error that a step could make smaller.
+    if any(isinstance(module, AnnealedNorm) for module in trainer.model.modules()):
+        trainer.train_from(folder)
+        return None, None
+    loss_before = trainer.mean_loss(first)
+    trainer.train_from(folder)
+    trainer.model.eval()
+    return loss_before, trainer.mean_loss(first)
 
 
 def _with_first(batches: Iterable[Batch], count: int) -> tuple[list[Batch], Iterator[Batch]]:
