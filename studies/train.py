@@ -93,7 +93,8 @@ def build(settings: Settings, data: Data) -> nn.Module:
     if arm.published:
         # GPT-2 adds two embeddings before its dropout of 0.
         path = "transformer.drop" if hasattr(model, "transformer") else "model.embed_tokens"
-        dynorm.init_as_published_(model, embedding=model.get_submodule(path))
+        _scale_(model.get_submodule(path), size.channels)
+        dynorm.init_as_published_(model)
     elif not arm.annealed:
         for site in sites:
             model.get_submodule(site.path).scale = math.sqrt(size.channels)
@@ -236,6 +237,12 @@ def _llama(size: Size) -> nn.Module:
         use_cache=False,
     )
     return LlamaForCausalLM(config)
+
+
+def _scale_(embedding: nn.Module, channels: int) -> None:
+    """Multiply the output of an embedding by a learned factor, sqrt(C) at first."""
+    embedding.factor = nn.Parameter(torch.full((1,), math.sqrt(channels)))
+    embedding.register_forward_hook(lambda module, args, output: output * module.factor)
 
 
 def _replace_norms_(model: nn.Module, sites: list[Any], norm: str | None) -> None:

@@ -1,8 +1,6 @@
-"""The published starts: alphas by site and width, and the factor of an embedding."""
+"""The published starts: alphas by site and width."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
@@ -54,27 +52,3 @@ def test_other_layers_are_refused_and_nothing_is_changed() -> None:
     with pytest.raises(ModelError, match=r"'1' is DyISRU.*init_from_batch_"):
         dynorm.init_as_published_(model)
     assert repr(model) == before
-
-
-def test_an_embedding_is_scaled_by_a_factor_that_is_trained_and_saved() -> None:
-    def scaled() -> nn.Module:
-        model = nn.Sequential(nn.Embedding(5, 9), dynorm.DyT(9)).double()
-        before = model[0](ids)
-        dynorm.init_as_published_(model, embedding=model[0])
-        assert_close(model[0](ids), math.sqrt(9) * before)
-        return model
-
-    ids = torch.arange(5)
-    model, other = scaled(), scaled()
-    factor = model[0].factor
-    (gradient,) = torch.autograd.grad(model[0](ids).sum(), factor)
-    assert_close(gradient, model[0].weight.sum().detach()[None])
-    assert factor in set(dynorm.param_groups(model, lr=1.0, weight_decay=1.0)[1]["params"])
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other(ids), model(ids))
-    with pytest.raises(ArgumentError, match=r"a module of the model, got another: pass"):
-        dynorm.init_as_published_(model, embedding=nn.Embedding(5, 9))
-    with pytest.raises(ArgumentError, match=r"embedding must be a torch\.nn\.Module, not str"):
-        dynorm.init_as_published_(model, embedding="0")
-    with pytest.raises(ModelError, match="no factor yet"):
-        dynorm.init_as_published_(model, embedding=model[0])

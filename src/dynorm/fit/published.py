@@ -1,12 +1,10 @@
 """The starts that the authors of DyT and Derf published, for layers of scale 1."""
 
-import math
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dynorm.arguments import check_module
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import Derf, DyT, PointwiseNorm
 from dynorm.replace.converted import require_layers
@@ -16,12 +14,7 @@ _OF_LANGUAGE_MODELS = {4096: (0.8, 0.2), 5120: (0.6, 0.15), 8192: (0.2, 0.05)}
 
 
 @torch.inference_mode(False)
-def init_as_published_(
-    model: nn.Module,
-    *,
-    attention: str | None = None,
-    embedding: nn.Module | None = None,
-) -> dict[str, float]:
+def init_as_published_(model: nn.Module, *, attention: str | None = None) -> dict[str, float]:
     r"""Set the constants of DyT and Derf as their authors do, for training from the first step.
 
     .. math:: y = w \tanh(\alpha x) + b \quad\text{or}\quad y = w\,\mathrm{erf}(\alpha x + s) + b
@@ -31,25 +24,19 @@ def init_as_published_(
     at 5,120 channels 0.6 and 0.15, at 8,192 channels 0.2 and 0.05. Weights and biases stay.
 
     It is for repeating published runs: :func:`dynorm.init_from_batch_` measures the constants, and
-    is far ahead in small models. In language models the authors of DyT also multiply the embedding
-    by a learned factor, sqrt(C) at first. Call this before the optimizer is made.
+    is far ahead in small models. Call this before the optimizer is made.
 
     Args:
         model: a model whose point-wise layers are DyT and Derf.
         attention: a glob for the paths of the layers in front of attention, such as
             "\*.input_layernorm". DyT needs it at the three widths.
-        embedding: a language model's embedding, or the module that adds several. Its output is
-            multiplied by a new parameter of it, ``factor``, of shape (1,). A new model needs the
-            same call before it loads a checkpoint of this one.
 
     Returns:
         The alphas, by path.
 
     Raises:
-        ModelError: the model has no point-wise layer, or another than DyT and Derf; or the embedding
-            has a factor already.
-        ArgumentError: ``attention`` is needed, or matches no layer; or ``embedding`` is not a
-            module of the model.
+        ModelError: the model has no point-wise layer, or another than DyT and Derf.
+        ArgumentError: ``attention`` is needed, or matches no layer.
 
     Example:
         >>> model = nn.Sequential(dynorm.DyT(8), nn.Linear(8, 4096), dynorm.DyT(4096))
@@ -67,13 +54,6 @@ def init_as_published_(
             "attention must be a glob, and match the path of a layer, such as "
             f"{next(iter(layers))!r}, got {attention!r}"
         )
-    if embedding is not None:
-        check_module(embedding, "embedding")
-        if not any(module is embedding for module in model.modules()):
-            raise ArgumentError(
-                "embedding must be a module of the model, got another: pass the model's, such as "
-                "model.embed_tokens"
-            )
     alphas = {}
     for path, layer in layers.items():
         if type(layer) not in (DyT, Derf):
@@ -82,9 +62,6 @@ def init_as_published_(
                 f"{type(layer).__name__}: call dynorm.init_from_batch_, which sets them all"
             )
         alphas[path] = _alpha(layer, path, attention)
-    if embedding is not None:
-        # A norm of queries or keys has the channels of a head.
-        _scale_(embedding, max(layers.values(), key=lambda layer: layer.channels))
     for path, layer in layers.items():
         layer.scale = 1.0
         layer.fill_constants_(layer.slope_ratio / alphas[path] ** 2)
@@ -104,17 +81,3 @@ def _alpha(layer: PointwiseNorm, path: str, attention: str | None) -> float:
     if fnmatchcase(path, attention):
         return before_attention
     return elsewhere
-
-
-def _scale_(embedding: nn.Module, layer: PointwiseNorm) -> None:
-    """Multiply the output of an embedding by a parameter like those of a layer of its width."""
-    if hasattr(embedding, "factor"):
-        raise ModelError("the embedding must have no factor yet, but has one: scale it once")
-    like = layer.first_constant
-    factor = torch.full((1,), math.sqrt(layer.channels), device=like.device, dtype=like.dtype)
-    embedding.register_parameter("factor", nn.Parameter(factor))
-    embedding.register_forward_hook(_times_factor)
-
-
-def _times_factor(module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
-    return output * module.get_parameter("factor")
