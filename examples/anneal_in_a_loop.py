@@ -52,7 +52,7 @@ def main() -> None:
 
     losses = []
     for step in range(STEPS):
-        schedule.apply_(model, step, STEPS)
+        dynorm.set_anneal_(model, schedule.at(step, STEPS))
         x = torch.randn(256, 2)
         if step == ANNEAL_START:
             with dynorm.AnnealStart(model):

@@ -21,7 +21,7 @@ class Anneal(lightning.Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         total = int(trainer.estimated_stepping_batches)
-        self.schedule.apply_(module, trainer.global_step, total)
+        dynorm.set_anneal_(module, self.schedule.at(trainer.global_step, total))
         self.begin, _ = self.schedule.steps(total)
         if trainer.global_step == self.begin and self.begun is None:
             self.begun = dynorm.AnnealStart(module)

@@ -155,7 +155,7 @@ def test_finalize_before_the_end_is_refused() -> None:
 
 
 @pytest.mark.parametrize("call", [
-    lambda m: dynorm.set_anneal_(0.3, m), lambda m: AnnealSchedule().apply_(0, m, 1000),
+    lambda m: dynorm.set_anneal_(0.3, m),
     lambda m: dynorm.finalize_("a"), lambda m: dynorm.AnnealStart(None),
 ])  # fmt: skip
 def test_what_is_no_module_is_refused(call: Any) -> None:
@@ -218,7 +218,7 @@ class TestSchedule:
         compiled = torch.compile(model, backend=counter, fullgraph=True)
         schedule = AnnealSchedule(2 / 14, 8 / 14)
         for step in range(14):
-            schedule.apply_(model, step, 14)
+            dynorm.set_anneal_(model, schedule.at(step, 14))
             torch.testing.assert_close(compiled(x), model(x))
         assert counter.frame_count == 3
 
@@ -227,12 +227,8 @@ class TestSchedule:
         for make in (lambda: AnnealSchedule(start=value), lambda: AnnealSchedule(length=value)):
             with pytest.raises(dynorm.errors.ArgumentError, match="number from 0 to 1"):
                 make()
-        schedule, model = AnnealSchedule(), annealed(net())
-        for call in (
-            lambda: schedule.steps(value),
-            lambda: schedule.at(value, 1000),
-            lambda: schedule.apply_(model, value, 1000),
-        ):
+        schedule = AnnealSchedule()
+        for call in (lambda: schedule.steps(value), lambda: schedule.at(value, 1000)):
             with pytest.raises(dynorm.errors.ArgumentError, match="integer"):
                 call()
 

@@ -201,7 +201,7 @@ def by_hand(size: int, rank: int, ranks: int) -> dict[str, Any]:
     data = torch.stack([row["input_ids"] for row in rows()])
     for step in range(STEPS):
         batch = data[(8 * step + torch.arange(size) + size * rank) % len(data)]
-        schedule.apply_(net, step, STEPS)
+        dynorm.set_anneal_(net, schedule.at(step, STEPS))
         start = dynorm.AnnealStart(net) if step == 4 else None
         loss = net(input_ids=batch, labels=batch).loss
         loss.backward()

@@ -165,18 +165,6 @@ class AnnealSchedule:
         progress = (step - start) / length
         return min(max(progress, 0.0), 1.0)
 
-    def apply_(self, model: nn.Module, step: int, total: int) -> None:
-        """Set the t of a model's annealed layers for a step; call it in your training loop.
-
-        Raises:
-            ArgumentError: the schedule does not fit the run, or ``step`` is not a number of steps.
-            ModelError: the model has no annealed layer.
-        """
-        layers = annealed_layers(model)
-        t = self.at(step, total)
-        for layer in layers.values():
-            layer.set_t_(t)
-
 
 class AnnealStart:
     r"""Watch the annealed layers of a model, and then set their constants in closed form.

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from dynorm.layers import AnnealedNorm
-from dynorm.train.anneal import AnnealSchedule, AnnealStart, annealed_layers
+from dynorm.train.anneal import AnnealSchedule, AnnealStart, annealed_layers, set_anneal_
 from dynorm.train.monitor import Monitor
 
 
@@ -50,7 +50,7 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
         if self._start is not None:
             self._start.cancel_()
             self._start = None
-        self.schedule.apply_(model, state.global_step, state.max_steps)
+        set_anneal_(model, self.schedule.at(state.global_step, state.max_steps))
         start, _ = self.schedule.steps(state.max_steps)
         if state.global_step == start:
             self._start = AnnealStart(model)
