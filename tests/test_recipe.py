@@ -192,6 +192,8 @@ def test_convert_model_refuses_what_is_not_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"prefix": True}, r"prefix must be left out.*with_prefix\(model\) before"),
+        ({"recipe": Recipe(prefix=True)}, r"prefix must be False.*with_prefix\(model\) before"),
         ({"to": "none", "stock": True}, r"stock must be left out.*as_stock"),
         ({"max_length": 64}, r"max_length must be left out.*got max_length=64: cut the texts"),
         ({"batch": 8}, r"batch must be left out.*batches of that size"),

@@ -83,7 +83,8 @@ class Recipe(Plain):
             LayerNorm, and :func:`fold_` removes it in the end. A line that cannot be folded stays, and
             the report names it.
         stock: with ``to="none"``, save the model in its own class, as :func:`dynorm.hub.as_stock`
-            returns it. Only for the command, as ``held_out`` and the three fields behind it are.
+            returns it. Only for the command, as ``prefix``, ``held_out`` and the three fields behind it are.
+        prefix: let all texts of a decoder follow one constant token, see :func:`dynorm.hub.with_prefix`.
         witnesses: the number of channels, at most 16, from which each layer may estimate the size
             of a token. With 0 each value depends on its own channel.
         fold_means: first fold the means of LayerNorms into the weights, as :func:`fold_` does with
@@ -114,6 +115,7 @@ class Recipe(Plain):
 
     to: Target = LayerOptions.to
     stock: bool = False
+    prefix: bool = False
     witnesses: int = 0
     fold_means: bool = True
     steps: int | None = None
@@ -213,7 +215,7 @@ class Recipe(Plain):
         if self.seed >= 2**32:
             raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
         check_positive("lr", self.lr)
-        for name in ("bf16", "fold_means", "stock"):
+        for name in ("bf16", "fold_means", "prefix", "stock"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ArgumentError(f"{name} must be True or False, got {value!r}")

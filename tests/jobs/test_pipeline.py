@@ -58,6 +58,26 @@ def test_a_language_model_is_measured_by_its_loss(
     assert torch.isfinite(torch.tensor(report.output.loss_now))
 
 
+def test_a_decoder_after_a_prefix_loads_by_its_prefix(
+    language_model: Path, texts: Path, tmp_path: Path
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    plain = convert_pretrained(language_model, tmp_path / "plain", QUICK, texts=[texts])
+    recipe = replace(QUICK, prefix=True, steps=2)
+    out = tmp_path / "out"
+    report = convert_pretrained(language_model, out, recipe, texts=[texts])
+    # It is compared with the original without a prefix.
+    assert report.output.loss_original == plain.output.loss_original
+    loaded = AutoPeftModelForCausalLM.from_pretrained(out / "prefix")
+    assert len(dynorm_layers(loaded)) == 5
+    ids = torch.arange(12)[None]
+    after_prefix = loaded(input_ids=ids).logits
+    assert not torch.allclose(after_prefix, loaded.get_base_model()(ids).logits)
+    assert 'from_pretrained(model, "path/to/prefix")' in (out / "model" / "README.md").read_text()
+    convert_pretrained(language_model, out, recipe, texts=[texts], overwrite=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -69,6 +89,7 @@ def test_a_language_model_is_measured_by_its_loss(
         ({"seed": 2**32}, r"seed.*2\*\*32"),
         ({"lr": 0.0}, "lr.*positive"),
         ({"batch": 0}, "batch.*least 1"),
+        ({"prefix": 1}, "prefix must be True or False"),
         ({"held_out": 1}, "held_out.*2, got 1"),
     ],
 )

@@ -112,6 +112,14 @@ def convert(
             "--stock", help="With --to none, save the model in its own class, without dynorm."
         ),
     ] = Recipe.stock,
+    prefix: Annotated[
+        bool,
+        typer.Option(
+            "--prefix",
+            help="Let all texts of a decoder follow its first token (bos_token_id), whose keys and "
+            "values are trained and saved in prefix/.",
+        ),
+    ] = Recipe.prefix,
     steps: Annotated[
         int | None,
         typer.Option(

@@ -80,6 +80,11 @@ def stock_config(model: nn.Module) -> tuple[object, list[str]]:
     """
     require_plain_model(model)
     config: object = copy.deepcopy(getattr(model, "config", None))
+    if hasattr(model, "peft_config"):
+        raise ModelError(
+            "the model must be of its own class, but is in a model of peft: pass "
+            "model.get_base_model(), and save the adapter beside it"
+        )
     eps_names = []
     for name in getattr(config, "__dict__", ()):
         if name.endswith(("_eps", "_epsilon")):

@@ -25,9 +25,10 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
     :func:`convert_`, for the model and for the teacher of :func:`distill_`. Until then the logits are
     those of the model with the token before each text.
 
-    To save it, call :func:`dynorm.hub.save` for its ``get_base_model()`` and its own ``save_pretrained``
-    for the prefix, in two folders; ``PeftModel.from_pretrained(base, folder)`` joins them. Pad batches on
-    the right, or pass ``position_ids``: padding on the left moves a text away from the prefix.
+    ``dynorm convert --prefix`` does all of it. To save the model yourself, call
+    :func:`dynorm.hub.save` for its ``get_base_model()`` and its own ``save_pretrained`` for the prefix,
+    in two folders; ``PeftModel.from_pretrained(base, folder)`` joins them. Pad batches on the right, or
+    pass ``position_ids``: padding on the left moves a text away from the prefix.
 
     Args:
         model: a causal language model of transformers with a cache of keys and values; it becomes part

@@ -8,10 +8,11 @@ from typing import Unpack
 
 from dynorm.errors import ArgumentError, require_library
 from dynorm.fold.stock import as_stock, stock_config
+from dynorm.hub import with_prefix
 from dynorm.jobs.inputs import ShuffledBatches
 from dynorm.jobs.job import JobOptions, load_job
 from dynorm.jobs.stages import Data, Say, convert_in_stages_, silent
-from dynorm.jobs.write import RECIPE, require_output, write_out
+from dynorm.jobs.write import require_output, write_out
 from dynorm.recipe import Recipe
 from dynorm.report import ModelReport
 
@@ -27,8 +28,8 @@ def convert_pretrained(
 ) -> ModelReport:
     """Convert a pretrained model and save it, with its report on held-out samples, in a folder.
 
-    ``source`` is a folder or a GGUF file. The folder ``out`` gets
-    ``model`` (loadable), ``report.json``, ``report.html`` and ``recipe.json``. It appears as a whole
+    ``source`` is a folder or a GGUF file. The folder ``out`` gets ``model`` (loadable), ``report.json``,
+    ``report.html`` and ``recipe.json``, and ``prefix`` if the recipe asks for one. It appears as a whole
     when all is done: an error leaves nothing behind. ``say`` is called with a line about each stage.
     """
     recipe = recipe or Recipe()
@@ -52,6 +53,7 @@ def convert_pretrained(
     if recipe.stock:
         # A class that cannot hold the result is refused before the work.
         stock_config(model)
+    prefixed = with_prefix(model) if recipe.prefix else None
     assert recipe.batch is not None
     assert recipe.calibration is not None
     inputs = job.inputs
@@ -62,7 +64,7 @@ def convert_pretrained(
         held_out=job.batches(inputs.held_out),
         compared=job.batches(inputs.held_out[: 4 * recipe.batch]),
     )
-    report = convert_in_stages_(model, data, recipe, job.meta, say)
+    report = convert_in_stages_(prefixed or model, data, recipe, job.meta, say)
     if recipe.stock:
         model = as_stock(model, data.compared[0])
     stages = report.meta["stages"]
@@ -77,10 +79,11 @@ def convert_pretrained(
         report,
         recipe=recipe,
         template="conversion.jinja",
+        prefixed=prefixed,
         name=report.name,
         remarks=job.pretrained.remarks,
     )
-    say(f"saved {out / 'model'}, {out / 'report.json'}, {out / 'report.html'} and {out / RECIPE}")
+    say(f"saved {', '.join(str(path) for path in sorted(out.iterdir()))}")
     return report
 
 

@@ -14,6 +14,7 @@ from dynorm.report import ModelReport
 
 # The fields of a recipe that only the command can use, and what to do in a script.
 _FOR_THE_COMMAND = {
+    "prefix": "call dynorm.hub.with_prefix(model) before it",
     "stock": "call dynorm.hub.as_stock(model, **batch) after it",
     "max_length": "cut the texts of the batches",
     "batch": "pass batches of that size",
@@ -46,7 +47,7 @@ def convert_model(
         recipe: how to convert, a :class:`Recipe`, perhaps one that the command saved; None takes
             the defaults. Its fields for the command (``held_out``, ``max_length``, ``batch``,
             ``calibration``, ``stock``) make no batches here and save nothing; ``stock`` still refuses,
-            before a distillation, a model whose lines cannot all be folded.
+            before a distillation, a model whose lines cannot all be folded, and ``prefix`` any.
         options: other fields of the :class:`Recipe`, such as ``to="dyt"``, ``witnesses=2``
             or ``steps=0``, in place of those of ``recipe``. Those for the command are refused.
 
@@ -121,4 +122,9 @@ def _checked(recipe: Recipe | None, options: dict[str, Any]) -> Recipe:
         )
     recipe = recipe.changed(**options)
     recipe.check()
+    if recipe.prefix:
+        raise ArgumentError(
+            "the recipe's prefix must be False for convert_model, which cannot put a prefix before a model "
+            f"in place: {_FOR_THE_COMMAND['prefix']}"
+        )
     return recipe

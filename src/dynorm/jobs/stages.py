@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,8 +54,10 @@ def convert_in_stages_(
     """
     batch = data.calibration[len(data.calibration) // 2]
     sites = find_norms(model, batch)
-    original = _copied(model)
-    course = _Course(model, original, data.compared, say)
+    original: Any = _copied(model)
+    # The teacher follows the prefix too, but the model is compared with what its user has.
+    course = _Course(model, _without_prefix(original, recipe), data.compared, say)
+    compared = original.disable_adapter() if recipe.prefix else nullcontext()
     # The copy has the values from before, so that no other is needed.
     before = dict(zip(_tensors(model), _tensors(original), strict=True))
     with unchanged_on_error(edited_parts(model), before):
@@ -89,7 +91,7 @@ def convert_in_stages_(
                 checkpoints=recipe.checkpoints,
             )
         meta = meta | {"recipe": recipe.to_dict()}
-        with course.timed("measure"):
+        with course.timed("measure"), compared:
             report = measure(model, data.held_out, original=original, sites=sites, meta=meta)
         if recipe.removes_norms:
             course.run("fold", fold_lines_, batch)
@@ -105,7 +107,13 @@ def _try_to_fold(model: nn.Module, batch: Batch, recipe: Recipe, say: Say) -> No
     trial = _copied(model)
     say(f"The fold in the end, tried on a copy: {fold_lines_(trial, batch).summary()}")
     if recipe.stock:
-        as_stock(trial, batch)
+        as_stock(_without_prefix(trial, recipe), batch)
+
+
+def _without_prefix(model: Any, recipe: Recipe) -> nn.Module:
+    """Return the model inside of the one that adds the prefix."""
+    base: nn.Module = model.get_base_model() if recipe.prefix else model
+    return base
 
 
 class _Course:

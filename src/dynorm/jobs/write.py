@@ -26,7 +26,8 @@ WEIGHTS = frozenset(_ENDINGS.split())
 REPORT = "report.json"
 PAGE = "report.html"
 RECIPE = "recipe.json"
-_WRITTEN = frozenset(["model", REPORT, PAGE, RECIPE])
+PREFIX = "prefix"
+_WRITTEN = frozenset(["model", PREFIX, REPORT, PAGE, RECIPE])
 CARD = "README.md"
 ORIGINAL = "README.original.md"
 # The metadata of the original's card that also hold for the changed model: a key and its lines.
@@ -74,14 +75,15 @@ def write_out(
     template: str,
     save: Callable[[Path], None] | None = None,
     recipe: Recipe | None = None,
+    prefixed: Any = None,
     **card: object,
 ) -> None:
     """Write a folder with a changed model and its report, as a whole or not at all.
 
     It gets ``model`` with its card and ``report.json``; ``save`` writes the weights, by default
-    with ``save_pretrained``; with a recipe also ``recipe.json`` and
-    ``report.html``. The ``template`` and the rest, ``card``, are arguments
-    of :func:`write_card`.
+    with ``save_pretrained``; with a recipe also ``recipe.json`` and ``report.html``; and ``prefix``
+    with the model ``prefixed``, of which ``model`` is the base. The ``template`` and the rest,
+    ``card``, are arguments of :func:`write_card`.
     """
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with replaced_directory(
@@ -94,8 +96,13 @@ def write_out(
             loader=type(model).__name__,
             needs_dynorm=is_changed(model),
             report=report,
+            has_prefix=prefixed is not None,
             **card,
         )
+        if prefixed is not None:
+            # AutoPeftModelForCausalLM joins them; by default it would take the original.
+            prefixed.peft_config["default"].base_model_name_or_path = str(out.absolute() / "model")
+            prefixed.save_pretrained(new / PREFIX, save_embedding_layers=False)
         write_text(new / REPORT, json.dumps(report.to_dict(), indent=1) + "\n")
         if recipe is not None:
             recipe.save(new / RECIPE)
