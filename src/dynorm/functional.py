@@ -118,13 +118,18 @@ def center(x: Tensor, dim: int = -1) -> Tensor:
     return (z - z.mean(axis, keepdim=True)).to(x.dtype)
 
 
-def centering_matrix(channels: int, *, dtype: torch.dtype | None = None) -> Tensor:
+def centering_matrix(
+    channels: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
     r"""Return the matrix that centres a row vector (the note).
 
     .. math:: I - \tfrac{1}{C} 1^\top 1
 
     It can be folded into the linear map before it. It is a symmetric projection of shape (C, C),
-    with C at least 1, and of torch's default dtype if that is None.
+    with C at least 1, and of torch's default dtype and device if these are None.
 
     Example:
         >>> centering_matrix(2)
@@ -135,7 +140,7 @@ def centering_matrix(channels: int, *, dtype: torch.dtype | None = None) -> Tens
         raise ArgumentError(
             f"channels must be at least 1, got {channels}: give the number of channels"
         )
-    return torch.eye(channels, dtype=dtype) - 1 / channels
+    return torch.eye(channels, dtype=dtype, device=device) - 1 / channels
 
 
 def layer_norm(
