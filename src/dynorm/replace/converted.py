@@ -80,13 +80,12 @@ def require_layers(
 
 
 def norms_of(
-    original: nn.Module, layers: Mapping[str, PointwiseNorm], name: str
+    teacher: nn.Module, layers: Mapping[str, PointwiseNorm]
 ) -> dict[PointwiseNorm, nn.Module]:
-    """Return the module of the original at the path of each layer; ModelError if it is not a norm."""
-    check_module(original, name)
-    modules = plain_modules(original, remove_duplicate=False)
+    """Return the module of the teacher at the path of each layer; ModelError if it is not a norm."""
+    modules = plain_modules(teacher, remove_duplicate=False)
     layers = {plain_name(path): layer for path, layer in layers.items()}
-    must = f"{name} must be the model before convert_, but"
+    must = "teacher must be the model before convert_, but"
     norms: dict[PointwiseNorm, nn.Module] = {}
     for path, layer in layers.items():
         if path not in modules:

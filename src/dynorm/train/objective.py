@@ -40,7 +40,7 @@ class Distillation(nn.Module):
                 "the model must have weights to train, but all are frozen: call requires_grad_() "
                 "on some"
             )
-        norms_of(teacher, layers, "teacher")
+        norms_of(teacher, layers)
         require_gathered(teacher)
         if not set(model.parameters()).isdisjoint(teacher.parameters()):
             raise ModelError(
@@ -60,7 +60,7 @@ class Distillation(nn.Module):
         """Return the loss of the sites plus the loss of the outputs."""
         (teacher,) = self._teacher
         # Looked up at every call: a callback may have replaced the layers.
-        norms = norms_of(teacher, require_layers(self.model), "teacher")
+        norms = norms_of(teacher, require_layers(self.model))
         layers = {layer: layer for layer in norms}
         with autocast(self.model, self.bf16):
             with torch.no_grad(), recorded(norms) as targets:

@@ -31,8 +31,8 @@ RELATIONS = {"=": "=", "!=": r"\neq", ">=": r"\geq", ">": ">"}
 class Printer(LatexPrinter):  # type: ignore[misc]
     """sympy's LaTeX printer, with terms in the order in which they were written."""
 
-    def __init__(self, times: str) -> None:
-        super().__init__({"order": "none", "fold_frac_powers": True, "mul_symbol": times})
+    def __init__(self) -> None:
+        super().__init__({"order": "none", "fold_frac_powers": True, "mul_symbol": r"\,"})
 
     def summand(self, term: Expr) -> str:
         """Return a term to follow a sum or derivative sign, in parentheses if it is long."""
@@ -78,7 +78,7 @@ class Printer(LatexPrinter):  # type: ignore[misc]
 
 def latex(formula: Expr) -> str:
     """Return a formula as LaTeX, in the order in which it was written."""
-    text: str = Printer(times=r"\,").doprint(formula)
+    text: str = Printer().doprint(formula)
     return text
 
 
