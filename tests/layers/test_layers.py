@@ -198,11 +198,11 @@ def test_first_constants() -> None:
     assert dynorm.layers.ELN is DyISRU
     for other in (DyT(48, scale=1), Derf(48, scale=1)):
         assert_close(other.alpha.data, torch.tensor([0.5]))
-    assert_close(DyISRU(4, beta_init=9.0).beta(), torch.tensor([9.0]))
-    tanh = torch.full((4,), 3 * math.tanh(0.8))
-    assert_close(DyT(4, alpha_init=0.8, scale=3.0)(torch.ones(4)), tanh)
-    erf = torch.full((4,), math.erf(0.8))
-    assert_close(Derf(4, alpha_init=0.8, scale=1)(torch.ones(4)), erf)
+    assert_close(DyISRU(4).beta(), torch.tensor([4.0]))
+    tanh = torch.full((4,), 3 * math.tanh(1 / 3))
+    assert_close(DyT(4, scale=3.0)(torch.ones(4)), tanh)
+    erf = torch.full((4,), math.erf(0.5))
+    assert_close(Derf(4, scale=1)(torch.ones(4)), erf)
 
 
 @pytest.mark.parametrize(
@@ -288,9 +288,6 @@ def test_refused_arguments(
 
 @pytest.mark.parametrize("value", [0, -1.0, NAN, INF])
 def test_refused_constants(kind: type[PointwiseNorm], value: float) -> None:
-    name = kind.own_arguments[0]
-    with pytest.raises(ArgumentError, match=f"{name}.*positive.*got {value}"):
-        kind(4, **{name: value})
     layer = build(kind, 4)
     before = layer.beta()
     for beta in (value, torch.tensor([value])):

@@ -178,7 +178,8 @@ def test_gains_of_an_annealed_layer(cls: type[AnnealedNorm]) -> None:
 
 
 def test_all_channels_with_gain_1_are_an_rms_norm() -> None:
-    layer = dynorm.DyISRU(C, beta_init=C * 1e-6, bias=False, witnesses=C, dtype=torch.float64)
+    layer = dynorm.DyISRU(C, bias=False, witnesses=C, dtype=torch.float64)
+    layer.set_slope_(C * 1e-6)
     x = tokens().double()
     assert_close(layer(x), nn.functional.rms_norm(x, (C,), eps=1e-6), rtol=1e-12, atol=1e-12)
 

@@ -1,12 +1,11 @@
 """The two kinds of constants: beta, kept as its logarithm, and alpha, a factor of x."""
 
 import math
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from dynorm.arguments import Shape, check_positive, upcast
-from dynorm.layers.module import LayerArguments
+from dynorm.arguments import upcast
 from dynorm.layers.pointwise import PointwiseNorm
 
 # Names of parameters in Liger's LigerDyT, and in DynamicTanh and Derf of x-transformers.
@@ -14,25 +13,14 @@ _OTHER_NAMES = {"gamma": "weight", "beta": "bias", "pre_tanh_scale": "alpha", "s
 
 
 class LogBetaNorm(PointwiseNorm):
-    """Base of the layers whose only constant is beta, kept as ``log_beta``, C by default.
+    """Base of the layers whose only constant is beta, kept as ``log_beta``, C at first.
 
     So beta is positive by construction, and a step changes it in proportion.
     """
 
     constants = ("log_beta",)
-    own_arguments = ("beta_init",)
     logarithmic = True
     log_beta: nn.Parameter
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        *,
-        beta_init: float | None = None,
-        **options: Unpack[LayerArguments],
-    ) -> None:
-        self.beta_init = None if beta_init is None else check_positive("beta_init", beta_init)
-        super().__init__(normalized_shape, **options)
 
     def beta(self) -> Tensor:
         """Return ``exp(log_beta)`` in at least float32."""
@@ -49,30 +37,18 @@ class LogBetaNorm(PointwiseNorm):
 
     def initial_constants(self) -> dict[str, float]:
         """Return the first ``log_beta``."""
-        beta = self.channels if self.beta_init is None else self.beta_init
-        return {"log_beta": math.log(beta)}
+        return {"log_beta": math.log(self.channels)}
 
 
 class AlphaNorm(PointwiseNorm):
     """Base of the layers whose first constant is alpha, a factor of x.
 
-    By default the slope at 0 is 1, as DyISRU's is; with ``scale=1``, the published form, alpha is
+    At first the slope at 0 is 1, as DyISRU's is; with ``scale=1``, the published form, alpha is
     0.5.
     """
 
     constants: ClassVar[tuple[str, ...]] = ("alpha",)
-    own_arguments: ClassVar[tuple[str, ...]] = ("alpha_init",)
     alpha: nn.Parameter
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        *,
-        alpha_init: float | None = None,
-        **options: Unpack[LayerArguments],
-    ) -> None:
-        self.alpha_init = None if alpha_init is None else check_positive("alpha_init", alpha_init)
-        super().__init__(normalized_shape, **options)
 
     def beta(self) -> Tensor:
         """Return DyISRU's beta for the same slope at 0 (shift 0): ``slope_ratio * alpha ** -2``."""
@@ -80,8 +56,6 @@ class AlphaNorm(PointwiseNorm):
 
     def initial_constants(self) -> dict[str, float]:
         """Return the first ``alpha``."""
-        if self.alpha_init is not None:
-            return {"alpha": self.alpha_init}
         if self.scale == 1:
             return {"alpha": 0.5}
         return {"alpha": math.sqrt(self.slope_ratio) / abs(self.scale)}

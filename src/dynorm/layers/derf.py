@@ -16,15 +16,11 @@ class Derf(AlphaNorm):
     checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged, and so do those with the
     names of ``Derf`` in x-transformers (``s``, ``gamma``, ``beta``).
 
-    Shapes, dtypes and arguments are those of :class:`DyISRU`, except these.
-
-    Args:
-        normalized_shape: the size C of the channel axis.
-        alpha_init: the first alpha, positive. By default the slope at 0 is 1, as for
-            :class:`DyISRU`, and alpha 0.5 in the published form.
+    At first the slope at 0 is 1, as for :class:`DyISRU`, and alpha is 0.5 in the published form.
+    Shapes, dtypes and all arguments are those of :class:`DyISRU`.
 
     Raises:
-        ArgumentError: an argument of :class:`DyISRU`, or ``alpha_init``, is outside its domain.
+        ArgumentError: an argument of :class:`DyISRU` is outside its domain.
 
     Example:
         >>> import torch

@@ -13,11 +13,11 @@ class DyISRU(LogBetaNorm):
 
     With beta the sum of squares of the other channels this is RMSNorm, exactly; with leave-one-out
     mean and variance it is LayerNorm. Here beta is learned instead, as ``log_beta``: positive by
-    construction, so there is no ``eps``. All arguments except the first are passed by name.
+    construction, so there is no ``eps``. It begins as C, right for inputs of unit variance;
+    :meth:`set_slope_` sets another. All arguments except the first are passed by name.
 
     Args:
         normalized_shape: the size C of the channel axis, an int or a sequence of one.
-        beta_init: the first beta, positive; C by default, right for inputs of unit variance.
         elementwise_affine: learn ``weight`` (and ``bias``), of shape (C,).
         bias: learn ``bias``; only with ``elementwise_affine``.
         scale: the fixed factor, the bound of the function; sqrt(C) by default, as for RMSNorm. Eq.
@@ -35,8 +35,7 @@ class DyISRU(LogBetaNorm):
         float32.
 
     Raises:
-        ArgumentError: a size, ``dim``, ``scale``, ``dtype``, ``beta_init`` or a witness is outside
-            its domain.
+        ArgumentError: a size, ``dim``, ``scale``, ``dtype`` or a witness is outside its domain.
 
     Example:
         >>> import torch

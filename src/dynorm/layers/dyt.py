@@ -15,15 +15,11 @@ class DyT(AlphaNorm):
     ``weight``, ``bias``) load unchanged, and so do those with the names of Liger's ``LigerDyT``
     (``gamma``, ``beta``) and of ``DynamicTanh`` in x-transformers (``pre_tanh_scale``).
 
-    Shapes, dtypes and arguments are those of :class:`DyISRU`, except these.
-
-    Args:
-        normalized_shape: the size C of the channel axis.
-        alpha_init: the first alpha, positive. By default the slope at 0 is 1, as for
-            :class:`DyISRU`, and alpha 0.5 in the published form.
+    At first the slope at 0 is 1, as for :class:`DyISRU`, and alpha is 0.5 in the published form.
+    Shapes, dtypes and all arguments are those of :class:`DyISRU`.
 
     Raises:
-        ArgumentError: an argument of :class:`DyISRU`, or ``alpha_init``, is outside its domain.
+        ArgumentError: an argument of :class:`DyISRU` is outside its domain.
 
     Example:
         >>> import torch

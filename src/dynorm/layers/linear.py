@@ -16,7 +16,7 @@ class LinearControl(LogBetaNorm):
     Shapes, dtypes and all arguments are those of :class:`DyISRU`.
 
     Raises:
-        ArgumentError: an argument of :class:`DyISRU`, or ``beta_init``, is outside its domain.
+        ArgumentError: an argument of :class:`DyISRU` is outside its domain.
 
     Example:
         >>> import torch

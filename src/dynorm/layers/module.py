@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypedDict
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,6 @@ from dynorm.arguments import (
     upcast,
 )
 from dynorm.errors import ArgumentError
-
-
-class LayerArguments(TypedDict, total=False):
-    """The keyword arguments that every point-wise layer takes."""
-
-    elementwise_affine: bool
-    bias: bool
-    scale: float | None
-    witnesses: int | Sequence[int]
-    dim: int
-    device: torch.device | str | None
-    dtype: torch.dtype | None
 
 
 class NoEps:
@@ -57,8 +45,6 @@ class PointwiseModule(nn.Module):
     slope_ratio: ClassVar[float] = 1.0
     # Maps beta to the first parameter that gives f the slope 1 / sqrt(beta) at 0.
     constant_from: ClassVar[Callable[..., Tensor]]
-    # The constructor's arguments that a subclass adds, each also an attribute.
-    own_arguments: ClassVar[tuple[str, ...]] = ()
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -115,7 +101,7 @@ class PointwiseModule(nn.Module):
         return parameters, log_gain
 
     def initial_constants(self) -> dict[str, float]:
-        """Return the first values of the constants, from the constructor's arguments."""
+        """Return the first values of the constants, by the size and the scale."""
         raise NotImplementedError
 
     def witnesses_and_gains(self) -> tuple[Tensor, Tensor]:
@@ -261,7 +247,7 @@ class PointwiseModule(nn.Module):
                 config[name] = getattr(self, name)
         if self.witness_channels:
             config["witnesses"] = list(self.witness_channels)
-        return config | {name: getattr(self, name) for name in self.own_arguments}
+        return config
 
     def extra_repr(self) -> str:
         """Describe the layer as ``print(model)`` shows it."""
@@ -272,9 +258,8 @@ class PointwiseModule(nn.Module):
                 parts.append(f"{name}={text}")
         parts.append(f"scale={self.scale:.4g}")
         defaults = {"elementwise_affine": True, "bias": True, "dim": -1}
-        hidden = ("normalized_shape", "scale", *self.own_arguments)
         for name, value in self.config().items():
-            if name not in hidden and value != defaults.get(name, False):
+            if name not in ("normalized_shape", "scale") and value != defaults.get(name, False):
                 parts.append(f"{name}={value}")
         return ", ".join(parts)
 
