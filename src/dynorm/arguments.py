@@ -134,6 +134,13 @@ def upcast(value: Tensor) -> Tensor:
     return value.float()
 
 
+def writes_of(tensor: Tensor) -> int | None:
+    """Return how often torch has noted a write into a tensor, or None if it keeps no count."""
+    if tensor.is_inference():
+        return None
+    return tensor._version
+
+
 def is_exporting() -> bool:
     """Return whether torch.export traces.
 

@@ -29,13 +29,6 @@ HOOK_TABLES = tuple(
 RandomStates = list[tuple[Callable[[Any], object], Any]]
 
 
-def writes_of(tensor: Tensor) -> int | None:
-    """Return how often torch has noted a write into a tensor, or None if it keeps no count."""
-    if tensor.is_inference():
-        return None
-    return tensor._version
-
-
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model in eval mode, and afterwards its modules back in theirs."""

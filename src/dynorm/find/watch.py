@@ -11,10 +11,11 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_leaves
 
+from dynorm.arguments import writes_of
 from dynorm.batches import Inputs, call_hint
 from dynorm.errors import DataError
 from dynorm.find.recover import candidate_axes
-from dynorm.guard import Function, FunctionMode, writes_of
+from dynorm.guard import Function, FunctionMode
 
 _IN_PLACE = (
     "modifies its input in place: a model that uses the input again, as a residual, would change; "

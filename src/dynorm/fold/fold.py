@@ -101,7 +101,7 @@ def fold_(
         check_not_negative("tolerance", tolerance)
     require_foldable(model)
     example = example_arguments(model, args, kwargs)
-    options = Options(True, center, add_bias, untie)
+    options = Options(affine=True, center=center, add_bias=add_bias, untie=untie)
     return folded(model, [example], sites, paths, options, tolerance)
 
 

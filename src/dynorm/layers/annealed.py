@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
 from dynorm import functional
-from dynorm.arguments import Shape, check_channels, check_not_negative, check_share, upcast
+from dynorm.arguments import (
+    Shape,
+    check_channels,
+    check_not_negative,
+    check_share,
+    upcast,
+    writes_of,
+)
 from dynorm.errors import ArgumentError
 from dynorm.kernels import traced
 from dynorm.layers.derf import Derf
@@ -104,7 +111,7 @@ class AnnealedNorm(PointwiseNorm):
             self._stage = 2 if t else 0
         if not self.t.is_meta:
             self.t.fill_(t)
-        self._writes_seen = _writes(self.t)
+        self._writes_seen = writes_of(self.t)
 
     def pointwise(self, x: Tensor) -> Tensor:
         """Return the function of ``x``; only at t = 1 is it point-wise."""
@@ -165,9 +172,9 @@ class AnnealedNorm(PointwiseNorm):
         # A transform or a mode replaces t by a tensor that may have no value.
         if t.is_meta or traced(t):
             return
-        if _writes(t) == self._writes_seen:
+        if writes_of(t) == self._writes_seen:
             return
-        self._writes_seen = _writes(t)
+        self._writes_seen = writes_of(t)
         value = min(max(_read(t), 0.0), 1.0)
         if value != round(self._position, 7):
             self.set_t_(value)
@@ -180,7 +187,7 @@ class AnnealedNorm(PointwiseNorm):
             self.t = torch.full_like(self.t, self._position, dtype=torch.float32)
         elif not self.t.is_meta:
             self.t.fill_(self._position)
-        self._writes_seen = _writes(self.t)
+        self._writes_seen = writes_of(self.t)
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -202,11 +209,6 @@ class AnnealedNorm(PointwiseNorm):
 def _read(t: Tensor) -> float:
     """Return t to the seven digits that float32 holds."""
     return round(float(t), 7)
-
-
-def _writes(t: Tensor) -> int:
-    """Return how often a tensor was written to; 0 in inference mode, which cannot say."""
-    return 0 if t.is_inference() else t._version
 
 
 class AnnealedDyISRU(AnnealedNorm, DyISRU):

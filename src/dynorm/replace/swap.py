@@ -5,10 +5,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dynorm.arguments import writes_of
 from dynorm.errors import ModelError
 from dynorm.find.affine import affine_parts
 from dynorm.find.tokens import tensor_like
-from dynorm.guard import HOOK_TABLES, writes_of
+from dynorm.guard import HOOK_TABLES
 from dynorm.layers import PointwiseNorm
 from dynorm.replace.converted import Replaced, is_ours, replaced_by
 
