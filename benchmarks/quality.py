@@ -56,15 +56,15 @@ class Subject:
     Args:
         model: the original.
         calibration: batches to set the constants on.
-        fit: the batches to distil on in the order of a seed, one per step; they are repeated if steps
-            remain.
+        fit: the batches to distil on, of a size and in the order of a seed, one per step; they are
+            repeated if steps remain.
         held_out: batches to measure on, for each kind of data.
         figures: the figures of a report that count for this kind of model.
     """
 
     model: nn.Module
     calibration: Batches
-    fit: Callable[[int], Batches]
+    fit: Callable[[int, int], Batches]
     held_out: dict[str, Batches]
     figures: tuple[str, ...]
 
@@ -80,6 +80,7 @@ class Run:
         lr: at which rate.
         seeds: how often, each time with another order of the batches.
         prefix: whether the texts follow a constant token.
+        batch: how many samples a step takes.
     """
 
     to: str
@@ -88,6 +89,7 @@ class Run:
     lr: float = dynorm.Recipe.lr
     seeds: int = 1
     prefix: bool = False
+    batch: int = 16
 
     def stages(self, seed: int) -> list[Row]:
         """Return what distinguishes its rows: one without training, and one distilled per seed."""
@@ -101,7 +103,7 @@ class Run:
         if seed == 0:
             stages.append({**start, "steps": 0})
         if self.steps:
-            stages.append({**start, "steps": self.steps, "lr": self.lr})
+            stages.append({**start, "steps": self.steps, "lr": self.lr, "batch": self.batch})
         return stages
 
 
@@ -112,20 +114,21 @@ RUNS = {
         Run("dyt", 0, 0),
         Run("derf", 0, 0),
         Run("dyisru", 4, 500),
-        Run("dyisru", 16, 0),
+        Run("dyisru", 16, 500),
     ],
     "smollm2": [
-        Run("dyisru", 0, 80),
-        Run("dyisru", 0, 160, prefix=True),
-        Run("linear", 0, 0),
+        Run("dyisru", 0, 80, batch=2),
+        Run("dyisru", 0, 160, prefix=True, batch=2),
+        Run("dyisru", 0, 360, prefix=True, batch=1),
+        Run("linear", 0, 160, prefix=True, batch=1),
         Run("dyisru", 4, 0),
-        Run("dyisru", 8, 80, lr=6e-4),
+        Run("dyisru", 8, 160, lr=6e-4, batch=1),
     ],
     "dinov2": [
-        Run("dyisru", 0, 200),
-        Run("linear", 0, 200),
-        Run("dyisru", 4, 200),
-        Run("dyisru", 16, 0),
+        Run("dyisru", 0, 200, batch=4),
+        Run("linear", 0, 200, batch=4),
+        Run("dyisru", 4, 200, batch=4),
+        Run("dyisru", 16, 200, batch=4),
     ],
 }
 
@@ -142,7 +145,7 @@ def minilm() -> Subject:
     return Subject(
         pretrained.model,
         make_batches(pretrained, ids[:256], 32, 0),
-        lambda seed: make_batches(pretrained, ids, 16, seed),
+        lambda batch, seed: make_batches(pretrained, ids, batch, seed),
         held_out,
         EMBEDDING,
     )
@@ -170,7 +173,7 @@ def smollm2() -> Subject:
     return Subject(
         pretrained.model,
         make_batches(pretrained, ids[:24], 2, 0),
-        lambda seed: make_batches(pretrained, ids, 2, seed),
+        lambda batch, seed: make_batches(pretrained, ids, batch, seed),
         held_out,
         LANGUAGE,
     )
@@ -185,7 +188,7 @@ def dinov2() -> Subject:
     return Subject(
         pretrained.model,
         list(inputs.batches(inputs.fit[:128], 2, 0)),
-        lambda seed: list(inputs.batches(inputs.fit, 4, seed)),
+        lambda batch, seed: list(inputs.batches(inputs.fit, batch, seed)),
         {"photographs": list(inputs.batches(inputs.held_out, 8))},
         EMBEDDING,
     )
@@ -259,7 +262,7 @@ def rows(subject: Subject, run: Run, stages: list[Row]) -> Iterator[Row]:
     )
     for about in stages:
         if about["steps"]:
-            batches = subject.fit(about["seed"])
+            batches = subject.fit(run.batch, about["seed"])
             dynorm.distill_(model, batches, teacher=teacher, steps=run.steps, lr=run.lr)
         seconds += time.process_time() - started
         yield {**about, "cpu_seconds": round(seconds), **measured(model, teacher, subject)}

@@ -48,7 +48,7 @@ def quality_table(model: str) -> Callable[[], str]:
         )
         for run in runs:
             for steps, row in run.items():
-                stage = f"{steps:,} steps" if steps else "no training"
+                stage = f"{steps:,} × {row['batch']}" if steps else "no training"
                 if row["seeds"] > 1:
                     stage += f", {row['seeds']} seeds"
                 rows.append(
@@ -58,7 +58,7 @@ def quality_table(model: str) -> Callable[[], str]:
                         *(cell(row[kind]) if kind in row else "" for kind in kinds),
                     ]
                 )
-        return lines_of(["in the norms' place", "distilled", *kinds], rows)
+        return lines_of(["in the norms' place", "distilled, steps × batch", *kinds], rows)
 
     return table
 

@@ -44,12 +44,12 @@ class Defaults:
     max_length: int | None = None
 
 
-# Many small steps: at equal time 16 texts per step lose less than 32, and 8 are level. Such a step takes
-# MiniLM half a second on two cores without bfloat16.
+# Many small steps: at equal time 16 texts per step lose less than 32, and 8 are level; one block of a
+# language model loses less than two. Such a step takes MiniLM half a second on two cores without bfloat16.
 ENCODER = Defaults(steps=500, batch=16, calibration=256, max_length=64)
 """For a text encoder, and for a model that is not a transformers model."""
 IMAGES = Defaults(steps=300, batch=4, calibration=128)
-LANGUAGE = Defaults(steps=300, batch=2, calibration=24, max_length=256)
+LANGUAGE = Defaults(steps=600, batch=1, calibration=24, max_length=256)
 
 
 def defaults_of(model: nn.Module) -> Defaults:

@@ -123,7 +123,8 @@ def convert(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Steps of distillation, 0 for none. Default: 500 for an encoder of texts, else 300."
+            help="Steps of distillation, 0 for none. Default: 500 for an encoder of texts, 600 for a "
+            "language model, 300 for a model of images."
         ),
     ] = Recipe.steps,
     held_out: Annotated[
@@ -137,7 +138,7 @@ def convert(
     batch: Annotated[
         int | None,
         typer.Option(
-            help="Batch size. Default: 16 texts, 2 blocks of a language model, or 4 images."
+            help="Batch size. Default: 16 texts, 1 block of a language model, or 4 images."
         ),
     ] = Recipe.batch,
     witnesses: Annotated[
