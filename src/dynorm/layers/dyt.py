@@ -15,7 +15,8 @@ class DyT(AlphaNorm):
     ``weight``, ``bias``) load unchanged, and so do those with the names of Liger's ``LigerDyT``
     (``gamma``, ``beta``) and of ``DynamicTanh`` in x-transformers (``pre_tanh_scale``).
 
-    At first the slope at 0 is 1, as for :class:`DyISRU`, and alpha is 0.5 in the published form.
+    At first the slope at 0 is 1, as for :class:`DyISRU`, and alpha is 0.5 in the published form;
+    ``nn.init.constant_(layer.alpha, 0.8)`` sets another.
     Shapes, dtypes and all arguments are those of :class:`DyISRU`.
 
     Raises:
