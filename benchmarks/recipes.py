@@ -182,7 +182,9 @@ def curve(subject: Subject, way: Way) -> list[Row]:
     if way.penalty:
         penalize_(model, way.penalty)
     points.measure(0)
-    dynorm.distill_(model, subject.fit(16, 0), teacher=subject.model, steps=STEPS, callbacks=callbacks)
+    dynorm.distill_(
+        model, subject.fit(16, 0), teacher=subject.model, steps=STEPS, callbacks=callbacks
+    )
     return points.points
 
 
