@@ -59,7 +59,8 @@ def require_floating(tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise DataError(
-            f"the output must hold a floating point tensor to compare, got {got}: pass output="
+            f"the output must hold a floating point tensor to compare, got {got}: let "
+            "the model return one, or pass output= to measure"
         )
     if tensor.ndim == 0:
         return tensor.reshape(1, 1)

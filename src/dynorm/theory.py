@@ -6,10 +6,10 @@ approximation of it. Equation numbers are those of arXiv 2503.21708. All functio
 :class:`dynorm.errors.ArgumentError` when an argument is outside its domain.
 
 ``x`` is a floating point tensor with the channels last, and ``eps`` the number, not negative, that
-the norm adds to its variance or mean of squares. Results have the shape and dtype of ``x``. The
-leave-one-out functions need at least two channels, run in O(C), and stay accurate if one channel
-dominates. A ``beta`` argument is a positive float or a tensor of any shape; the result is of the
-same kind.
+the norm adds to its variance or mean of squares. Results have the dtype of ``x``, and its shape
+unless a docstring says otherwise. The leave-one-out functions need at least two channels, run in
+O(C), and stay accurate if one channel dominates. A ``beta`` argument is a positive float or a tensor
+of any shape; the result is of the same kind.
 """
 
 import math

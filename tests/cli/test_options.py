@@ -11,7 +11,7 @@ import pytest
 from dynorm.cli import application, main
 from dynorm.cli.application import format_warning
 from dynorm.cli.pretrained import layers_of
-from dynorm.errors import CalibrationWarning
+from dynorm.errors import ArgumentError, CalibrationWarning
 from dynorm.recipe import Recipe
 
 PAIRS: list[tuple[list[str], dict[str, Any]]] = [
@@ -56,6 +56,12 @@ def test_options_are_fields_of_the_recipe(
 )
 def test_layers_by_globs(words: list[str], layers: object) -> None:
     assert layers_of(words) == layers
+
+
+@pytest.mark.parametrize("words", [["dyt", "*=keep"], ["a=dyt", "a=keep"]])
+def test_a_glob_is_named_once(words: list[str]) -> None:
+    with pytest.raises(ArgumentError, match=r"a glob once, got '.*=keep' after another"):
+        layers_of(words)
 
 
 def test_wrong_values_are_named_with_status_2(

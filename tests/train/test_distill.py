@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 import dynorm
 from dynorm.errors import ArgumentError, CalibrationWarning, DataError, ModelError, StorageError
+from dynorm.train.callbacks import AnnealCallback
 from dynorm.train.distill import output_loss
 from dynorm.train.trainer import rate_factor, relative_rates
 
@@ -85,6 +86,22 @@ def test_weights_that_are_worse_are_put_back() -> None:
     with pytest.warns(CalibrationWarning, match="put back"):
         report = dynorm.distill_(model, batches(), teacher=original(), steps=3, lr=10.0)
     assert not report.kept
+    assert same(model, before)
+
+
+class BreakAtTheEnd(TrainerCallback):
+    def on_train_end(self, *args: object, model: nn.Module, **kwargs: object) -> None:
+        next(model.parameters()).data.fill_(torch.nan)
+
+
+def test_an_annealed_model_that_broke_is_put_back() -> None:
+    model = original()
+    dynorm.convert_(model, dynorm.find_norms(model, batches()[0]), to="annealed")
+    before = copy.deepcopy(model)
+    callbacks = [AnnealCallback(start=0.25, length=0.5), BreakAtTheEnd()]
+    options: Any = {"teacher": original(), "steps": 4, "callbacks": callbacks}
+    with pytest.warns(CalibrationWarning, match=r"made the loss nan: the weights from before"):
+        assert not dynorm.distill_(model, batches(), **options).kept
     assert same(model, before)
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from dynorm.cli.application import AsJson, Overwrite, app, quiet_libraries, show, speaker
+from dynorm.errors import ArgumentError
 from dynorm.files import require_writable
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.inspect import inspect_pretrained
@@ -55,6 +56,10 @@ def layers_of(words: list[str]) -> Target:
     by_glob: dict[str, str] = {}
     for word in words:
         glob, _, name = word.rpartition("=")
+        if (glob or REST) in by_glob:
+            raise ArgumentError(
+                f"--to must name a glob once, got {word!r} after another: leave one out"
+            )
         by_glob[glob or REST] = name
     rest = by_glob.pop(REST, LayerOptions.to)
     # The first glob that matches a norm decides.
@@ -94,7 +99,8 @@ def convert(
         Path | None,
         typer.Option(
             help="JSON file of a recipe, such as the recipe.json of an earlier run. It has any of "
-            "the options below. Options of the command line replace those of the file."
+            "the options below, and calibration, the number of samples for the constants. Options of "
+            "the command line replace those of the file."
         ),
     ] = None,
     to: Annotated[

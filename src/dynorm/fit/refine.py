@@ -23,7 +23,7 @@ from dynorm.guard import (
     undisturbed,
 )
 from dynorm.layers import AnnealedNorm, PointwiseNorm
-from dynorm.layers.groups import constant_rates
+from dynorm.layers.groups import constant_factors
 from dynorm.plain import Plain
 from dynorm.replace.converted import require_layers, warn_of_defaults
 from dynorm.replace.original import Outputs, norm_outputs, recorded
@@ -206,7 +206,7 @@ def _descend(
     """Take the steps of Adam."""
     rates: dict[nn.Parameter, float] = {}
     for layer in layers:
-        rates |= constant_rates(layer, of_logarithm=1.0)
+        rates |= constant_factors(layer, log_factor=1.0)
     # In half precision small steps would be lost, and Adam's eps would be 0.
     masters = [nn.Parameter(upcast(p.detach()).clone()) for p in parameters]
     options = []

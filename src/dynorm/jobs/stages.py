@@ -52,12 +52,12 @@ def convert_in_stages_(
     After each stage the outputs for a few held-out batches are compared with the original's. After
     an error the model is as it was before.
     """
-    batch = data.calibration[len(data.calibration) // 2]
+    batch = data.calibration[0]
     sites = find_norms(model, batch)
     original: Any = _copied(model)
     # The teacher follows the prefix too, but the model is compared with what its user has.
     course = _Course(model, _without_prefix(original, recipe), data.compared, say)
-    compared = original.disable_adapter() if recipe.prefix else nullcontext()
+    without_prefix = original.disable_adapter() if recipe.prefix else nullcontext()
     # The copy has the values from before, so that no other is needed.
     before = dict(zip(_tensors(model), _tensors(original), strict=True))
     with unchanged_on_error(edited_parts(model), before):
@@ -91,7 +91,7 @@ def convert_in_stages_(
                 checkpoints=recipe.checkpoints,
             )
         meta = meta | {"recipe": recipe.to_dict()}
-        with course.timed("measure"), compared:
+        with course.timed("measure"), without_prefix:
             report = measure(model, data.held_out, original=original, sites=sites, meta=meta)
         if recipe.removes_norms:
             course.run("fold", fold_lines_, batch)

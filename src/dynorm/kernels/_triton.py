@@ -170,8 +170,9 @@ def _backward(
     chunks = min(chunks, ceil_divide(rows, block_rows))
     # One allocation for the gradient of x and, behind it, the partial sums.
     partial_offset = _aligned(x.numel())
-    partial_sums = _PARAMETERS * chunks * channels + blocks * rows * has_tokens
-    size = partial_offset + partial_sums * _compute_dtype(x).itemsize // x.element_size()
+    partial_count = _PARAMETERS * chunks * channels + blocks * rows * has_tokens
+    # In elements of x, which may be narrower than a sum.
+    size = partial_offset + partial_count * _compute_dtype(x).itemsize // x.element_size()
     buffer = torch.empty(size, dtype=x.dtype, device=x.device)
     from dynorm.kernels._triton_kernels import backward_kernel, sum_kernel
 
@@ -200,7 +201,7 @@ def _backward(
                 BLOCK_NUMBERS=_NUMBERS,
                 num_warps=4,
             )
-    # The memory stays. This is no view, so that autograd may add to it in place.
+    # The storage keeps its full size. This is no view, so that autograd may add to it in place.
     return buffer.as_strided_(x.shape, x.stride())
 
 

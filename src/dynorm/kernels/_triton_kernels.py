@@ -147,7 +147,7 @@ def backward_kernel(
     # One sum per element of the tile, added up after the last step: no exchange between threads
     # on the way. Those that are not wanted are never added to, and take no registers.
     zeros = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], COMPUTE)
-    sum_constant, sum_shift, sum_value, sum_grad = zeros, zeros, zeros, zeros
+    sum_constant, sum_shift, sum_weight, sum_bias = zeros, zeros, zeros, zeros
     # The next tiles are on their way while this one is computed.
     for step in tl.range(chunk, tl.cdiv(rows, BLOCK_ROWS), chunks, num_stages=3):
         row = step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
@@ -160,13 +160,14 @@ def backward_kernel(
         if token_ptr is not None:
             of_row, root = of_token(constant, token_ptr + row, row < rows, FUNCTION)
         # Computed again from x, because f was not saved.
-        f, slope, by_constant, by_shift = derivatives(u, of_row, shift, FUNCTION, NARROW)
+        f, slope, by_row_constant, by_shift = derivatives(u, of_row, shift, FUNCTION, NARROW)
         if OF_TOKENS & WANTED:
-            by_this = grad * (gain * by_total(by_constant, of_row, FUNCTION))
+            by_this = grad * (gain * by_total(by_row_constant, of_row, FUNCTION))
             target = partial_ptr + TOKENS * region + block.to(tl.int64) * rows + row
             tl.store(target, tl.sum(by_this, 1, keep_dims=True), row < rows)
+        by_constant = by_row_constant
         if token_ptr is not None:
-            by_constant = by_constant * (root * root * root)
+            by_constant *= root * root * root
         if OF_X & WANTED:
             of_x = grad * (gain * slope)
             if grad_total_ptr is not None:
@@ -177,9 +178,9 @@ def backward_kernel(
         if OF_SHIFT & WANTED:
             sum_shift += grad * by_shift
         if OF_WEIGHT & WANTED:
-            sum_value += grad * f
+            sum_weight += grad * f
         if OF_BIAS & WANTED:
-            sum_grad += grad
+            sum_bias += grad
 
     # Weight, scale and beta do not vary along a sum: they are multiplied in once.
     if FORM.logarithmic:
@@ -191,10 +192,10 @@ def backward_kernel(
         tl.store(partial_ptr + SHIFT * region + program, tl.sum(sum_shift * gain))
     columns = chunk * CHANNELS + channel
     if OF_WEIGHT & WANTED:
-        by_weight = tl.sum(sum_value * scale, 0, keep_dims=True)
+        by_weight = tl.sum(sum_weight * scale, 0, keep_dims=True)
         tl.store(partial_ptr + WEIGHT * region + columns, by_weight, inside)
     if OF_BIAS & WANTED:
-        by_bias = tl.sum(sum_grad, 0, keep_dims=True)
+        by_bias = tl.sum(sum_bias, 0, keep_dims=True)
         tl.store(partial_ptr + BIAS * region + columns, by_bias, inside)
 
 
@@ -225,6 +226,7 @@ def sum_kernel(
     if place == TOKENS:
         parts, numbers = BLOCKS, rows
     first = tl.program_id(0) * BLOCK_NUMBERS
+    # The bits of WANTED are in the order of the places, that of the constant first.
     if (((WANTED >> place) & OF_CONSTANT) != 0) & (first < numbers):
         number = first + tl.arange(0, BLOCK_NUMBERS)
         valid = number < numbers

@@ -30,7 +30,8 @@ def param_groups(
         lr: the rate of all weights except the constants.
         weight_decay: for parameters of two and more dimensions, except those of point-wise layers.
         constants_lr: the rate of ``log_beta``, ``log_gain``, ``alpha`` and ``shift``;
-            by default 30 times ``lr`` for the logarithms and ``lr`` for the others. While a rate
+            by default 30 times ``lr`` for the logarithms and ``lr`` for the others. That of ``shift``
+            is divided by the layer's scale, which multiplies its effect. While a rate
             warms up, a layer's input can grow a hundredfold: beta must follow, or the layer
             saturates and the model is stuck. The rate of an alpha is multiplied by its present
             size, so that it changes in proportion, as beta does through ``log_beta``. So call
@@ -54,10 +55,10 @@ def param_groups(
     """
     check_module(model)
     require_gathered(model)
-    of_constants, of_logarithms = lr, LOG_RATE
+    base_rate, log_factor = lr, LOG_RATE
     if constants_lr is not None:
-        of_constants, of_logarithms = constants_lr, 1.0
-    rates = {"lr": lr, "weight_decay": weight_decay, "constants_lr": of_constants}
+        base_rate, log_factor = constants_lr, 1.0
+    rates = {"lr": lr, "weight_decay": weight_decay, "constants_lr": base_rate}
     for name, rate in rates.items():
         check_not_negative(name, rate)
     factors: dict[nn.Parameter, float] = {}
@@ -65,7 +66,7 @@ def param_groups(
     of_layers: set[nn.Parameter] = set()
     for layer in model.modules():
         if isinstance(layer, PointwiseNorm):
-            factors |= constant_rates(layer, of_logarithms)
+            factors |= constant_factors(layer, log_factor)
             of_layers.update(layer.parameters())
         if isinstance(layer, AlphaNorm):
             alphas.add(layer.alpha)
@@ -78,7 +79,7 @@ def param_groups(
             continue
         if parameter in factors:
             factor = factors[parameter]
-            rate = of_constants * factor
+            rate = base_rate * factor
             # The rate of an alpha moves with its size. With its own group, a run that goes on from
             # a checkpoint finds the groups that it was saved with, however the sizes have changed.
             key = parameter if parameter in alphas else factor
@@ -91,19 +92,19 @@ def param_groups(
     return [group for group in (matrices, others, *constants.values()) if group["params"]]
 
 
-def constant_rates(layer: PointwiseNorm, of_logarithm: float) -> dict[nn.Parameter, float]:
-    """Return the factor of each constant's learning rate: ``of_logarithm`` for a logarithm.
+def constant_factors(layer: PointwiseNorm, log_factor: float) -> dict[nn.Parameter, float]:
+    """Return the factor of each constant's learning rate: ``log_factor`` for a logarithm.
 
     That of alpha is its size: a step of log_beta changes beta in proportion, and a step of alpha
     must do so too, or an alpha of 0.003 and one of 3 could not share a rate. A step of Derf's shift
     moves all outputs by ``scale`` times its size, so its factor is 1 / scale.
     """
-    rates = dict.fromkeys(layer.constant_parameters(), of_logarithm)
+    factors = dict.fromkeys(layer.constant_parameters(), log_factor)
     if isinstance(layer, AlphaNorm):
-        rates[layer.alpha] = 1.0
+        factors[layer.alpha] = 1.0
         if not layer.alpha.is_meta:
             # The mean of the full tensor: if it is sharded, all ranks must get the same rate.
-            rates[layer.alpha] = float(gathered(layer.alpha.detach()).abs().mean())
+            factors[layer.alpha] = float(gathered(layer.alpha.detach()).abs().mean())
     if isinstance(layer, Derf):
-        rates[layer.shift] = 1 / abs(layer.scale)
-    return rates
+        factors[layer.shift] = 1 / abs(layer.scale)
+    return factors

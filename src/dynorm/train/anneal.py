@@ -41,8 +41,8 @@ def set_anneal_(model: nn.Module, t: float) -> None:
     """Move the annealed layers of a model between norm and point-wise function, in place.
 
     Args:
-        model: a model converted with ``to="annealed"`` or ``to="annealed_linear"``; wrapped or
-            compiled is fine.
+        model: a model converted with ``to="annealed"``, or towards another layer, such as
+            ``to="annealed_dyt"``; wrapped or compiled is fine.
         t: 0 is the norm each layer replaced, exactly, 1 the point-wise function.
 
     Raises:
@@ -61,8 +61,8 @@ def set_anneal_(model: nn.Module, t: float) -> None:
         0.3
 
     Reference:
-        Closed form 4: DyISRU with the right constants for each token is the norm; with learned
-        constants it needs no statistics.
+        Closed forms 2 and 3: DyISRU with the right constants for each token is the norm, so the ends
+        differ only in the constants.
     """
     layers = annealed_layers(model)
     check_share("t", t)
@@ -76,7 +76,7 @@ def finalize_(model: nn.Module) -> nn.Module:
     The new layers hold the same parameters as the old ones, so an optimizer need not change.
 
     Args:
-        model: a model converted with ``to="annealed"`` or ``to="annealed_linear"``.
+        model: a model converted with ``to="annealed"``, or towards another layer.
 
     Returns:
         The same model.

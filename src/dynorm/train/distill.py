@@ -1,5 +1,6 @@
 """Distillation: a converted model learns from the original, in the Trainer of transformers."""
 
+import math
 import os
 import tempfile
 import time
@@ -72,7 +73,6 @@ def distill_(
     lr: float = Recipe.lr,
     seed: int = 0,
     bf16: bool = False,
-    accumulate: int = 1,
     checkpoints: str | os.PathLike[str] | None = None,
     callbacks: Sequence[Any] = (),
 ) -> DistillationReport:
@@ -104,7 +104,6 @@ def distill_(
             caller are put back at the end.
         bf16: run both models under ``torch.autocast`` in bfloat16; the weights keep their dtype. A
             processor without bfloat16 instructions runs in float32, with a warning.
-        accumulate: how many consecutive batches make a step; its loss is the mean over them.
         checkpoints: a folder for the Trainer's checkpoints: ten per run, of which the last is kept.
             If it holds one, training continues from there. None saves no checkpoints.
         callbacks: callbacks of the Trainer, such as an :class:`AnnealCallback` for an annealed
@@ -137,7 +136,7 @@ def distill_(
         >>> dynorm.distill_(model, data, teacher=original, steps=8).steps
         8
     """
-    _check(model, teacher, steps, lr, seed, accumulate)
+    _check(model, teacher, steps, lr, seed)
     from dynorm.train.trainer import DistillationTrainer, training_arguments
 
     folder = None if checkpoints is None else Path(checkpoints)
@@ -158,14 +157,13 @@ def distill_(
         in_eval_mode(teacher),
         tempfile.TemporaryDirectory(prefix="dynorm-") as scratch,
     ):
-        first, stream = _with_first(batches, steps * accumulate)
+        first, stream = _with_first(batches, steps)
         arguments = training_arguments(
             folder or scratch,
             next(model.parameters()).device,
             steps,
             save=folder is not None,
             seed=seed,
-            gradient_accumulation_steps=accumulate,
             report_to="none",
         )
         trainer = DistillationTrainer(objective, stream, arguments, lr, callbacks)
@@ -173,11 +171,14 @@ def distill_(
         # After an error too.
         undo.callback(model.load_state_dict, before)
         try:
-            loss_before, loss_after = _train(trainer, first, folder)
+            loss_before = _loss_before(trainer, first)
+            trainer.train_from(folder)
+            trainer.model.eval()
+            loss_after = trainer.mean_loss(first)
         finally:
             model.zero_grad()
         # A loss of NaN is worse, too.
-        kept = loss_before is None or loss_after is None or loss_after <= loss_before
+        kept = loss_after <= (math.inf if loss_before is None else loss_before)
         if kept:
             undo.pop_all()
     taken = int(trainer.state.global_step)
@@ -185,10 +186,10 @@ def distill_(
         for layer in dynorm_layers(model).values():
             layer.__dict__.pop("replaced", None)
     else:
+        before_it = "" if loss_before is None else f", which was {loss_before:.3f}"
         warnings.warn(
-            f"{taken} steps at a rate of {lr:.2g} made the loss {loss_after:.3f}, which was "
-            f"{loss_before:.3f}: the weights from before are put back; give more steps, or a lower "
-            "rate",
+            f"{taken} steps at a rate of {lr:.2g} made the loss {loss_after:.3f}{before_it}: the weights "
+            "from before are put back; give more steps, or a lower rate",
             CalibrationWarning,
             stacklevel=2,
         )
@@ -196,15 +197,12 @@ def distill_(
     return DistillationReport(taken, lr, seconds, loss_before, loss_after, kept)
 
 
-def _check(
-    model: nn.Module, teacher: nn.Module, steps: int, lr: float, seed: int, accumulate: int
-) -> None:
+def _check(model: nn.Module, teacher: nn.Module, steps: int, lr: float, seed: int) -> None:
     """Check the arguments of :func:`distill_`, and that the Trainer is installed."""
     for module, name in ((model, "the model"), (teacher, "the teacher")):
         check_module(module, name)
         require_values(module)
     check_count("steps", steps)
-    check_count("accumulate", accumulate)
     if check_count("seed", seed, 0) >= 2**32:
         raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {seed}")
     check_positive("lr", lr)
@@ -212,22 +210,17 @@ def _check(
     require_library("accelerate", "the Trainer of transformers")
 
 
-def _train(
-    trainer: Any, first: Sequence[Batch], folder: Path | None
-) -> tuple[float | None, float | None]:
-    """Train, and return the losses of the first batches before and after; None if it is annealed."""
-    # An annealed model is still its teacher: it has no error that a step could make smaller.
+def _loss_before(trainer: Any, first: Sequence[Batch]) -> float | None:
+    """Return the loss of the first batches before training, or None if the model is annealed."""
+    # It is still its teacher then: it has no error that a step could make smaller.
     if any(isinstance(module, AnnealedNorm) for module in trainer.model.modules()):
-        trainer.train_from(folder)
-        return None, None
-    loss_before = trainer.mean_loss(first)
-    trainer.train_from(folder)
-    trainer.model.eval()
-    return loss_before, trainer.mean_loss(first)
+        return None
+    loss: float = trainer.mean_loss(first)
+    return loss
 
 
 def _with_first(batches: Iterable[Batch], count: int) -> tuple[list[Batch], Iterator[Batch]]:
-    """Return the batches to measure on, and ``count`` batches to train on, which begin with them."""
+    """Return the batches to measure on, the first of a pass, and ``count`` batches to train on."""
     first = list(cycled(batches, min(count, _MEASURED)))
     if isinstance(batches, Iterator):
         return first, chain(first, cycled(islice(batches, count - len(first)), count - len(first)))

@@ -1,7 +1,6 @@
 """The Trainer that distills a model. It imports transformers, so import it only when needed."""
 
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -106,8 +105,9 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
     ) -> None:
         # The Trainer's own cannot save tied weights of a model that is not one of transformers.
-        os.makedirs(output_dir or self.args.output_dir, exist_ok=True)
-        save_model(self.model, os.path.join(output_dir or "", "model.safetensors"))
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(self.model, str(folder / "model.safetensors"))
 
 
 def relative_rates(model: nn.Module, lr: float) -> list[dict[str, Any]]:
