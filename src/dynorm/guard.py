@@ -109,7 +109,7 @@ def undisturbed(
         if not getattr(module, "_dynorm_layer", False):
             tables.append(module._buffers)
             buffers += [buffer for buffer in module._buffers.values() if buffer is not None]
-    put_back = _way_back(tables, _copies_of(buffers))
+    put_back = _way_back(tables, copies_of(buffers))
     is_fused = torch.backends.mha.get_fastpath_enabled()
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
     on_gpu = any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in tensors)
@@ -143,7 +143,7 @@ def unchanged_on_error(
         if values is None:
             tensors.update(part.parameters(), part.buffers())
     if values is None:
-        values = _copies_of(tensors)
+        values = copies_of(tensors)
     put_back = _way_back(tables, values)
     try:
         yield put_back
@@ -152,7 +152,7 @@ def unchanged_on_error(
         raise
 
 
-def _copies_of(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+def copies_of(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     """Return a copy of each tensor, by the tensor."""
     return {tensor: tensor.detach().clone() for tensor in tensors}
 

@@ -66,6 +66,8 @@ def test_it_learns_and_is_final() -> None:
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
 def test_random_states_and_weights_are_put_back(error: type[BaseException] | None) -> None:
     model, teacher = converted(), original()
+    # Such a buffer cannot be written into.
+    model.register_buffer("expanded", torch.ones(1).expand(2))
     before = copy.deepcopy(model)
     states = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
     options: Any = {"teacher": teacher, "steps": 4, "lr": 1e-2}
@@ -114,6 +116,35 @@ def test_a_run_resumes_from_its_checkpoint_and_another_models_is_refused(tmp_pat
     assert same(again, done)
     with pytest.raises(StorageError, match="checkpoint"):
         dynorm.distill_(converted(24), batches(), **(options | {"teacher": original(24)}))
+    options["teacher"] = nn.Sequential(original())
+    with pytest.raises(StorageError, match="Unexpected key"):
+        dynorm.distill_(nn.Sequential(converted()), batches(), **options)
+    (tmp_path / "checkpoint-10" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(StorageError, match="checkpoint"):
+        dynorm.distill_(nn.Sequential(converted()), batches(), **options)
+
+
+def test_after_an_error_layers_and_buffers_are_those_from_before() -> None:
+    teacher = original()
+    teacher.register_buffer("count", torch.zeros(()), persistent=False)
+
+    def count(module: nn.Module, _: object) -> None:
+        module.count += 1
+
+    teacher.register_forward_pre_hook(count)
+    model = copy.deepcopy(teacher)
+    dynorm.convert_(model, dynorm.find_norms(model, batches()[0]), to="annealed")
+    layer = model[1]
+
+    class Finalize(Raise):
+        def on_train_begin(self, *args: object, **kwargs: object) -> None:
+            dynorm.set_anneal_(model, 1.0)
+            dynorm.finalize_(model)
+
+    with pytest.raises(KeyError):
+        dynorm.distill_(model, batches(), teacher=teacher, steps=4, callbacks=[Finalize(KeyError)])
+    assert model[1] is layer
+    assert layer.position == model.count == teacher.count == 0
 
 
 def test_what_cannot_work_is_refused() -> None:

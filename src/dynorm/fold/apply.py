@@ -10,7 +10,7 @@ from torch import nn
 from dynorm.find.affine import affine_parts
 from dynorm.fold.plan import Plan
 from dynorm.fold.site import SiteFold
-from dynorm.guard import edited_parts, unchanged_on_error
+from dynorm.guard import copies_of, edited_parts, unchanged_on_error
 from dynorm.layers import PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.replace.converted import identity
@@ -21,7 +21,7 @@ from dynorm.replace.swap import swap_, take_over_
 @contextmanager
 def applied(model: nn.Module, plan: Plan) -> Iterator[None]:
     """Put a plan into a model; an error inside the context takes it out again."""
-    before = {slot.tensor: slot.tensor.detach().clone() for slot in plan.values}
+    before = copies_of(slot.tensor for slot in plan.values)
     with unchanged_on_error(edited_parts(model), before):
         is_untied = _untie_(plan)
         _write_values_(plan)

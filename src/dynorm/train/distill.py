@@ -18,7 +18,16 @@ from torch import nn
 from dynorm.arguments import check_count, check_module, check_positive
 from dynorm.batches import Batch, cycled
 from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, require_library
-from dynorm.guard import in_eval_mode, kept_random_states, require_values, usable_bf16
+from dynorm.guard import (
+    copies_of,
+    edited_parts,
+    in_eval_mode,
+    kept_random_states,
+    require_values,
+    unchanged_on_error,
+    undisturbed,
+    usable_bf16,
+)
 from dynorm.layers import AnnealedNorm
 from dynorm.plain import Plain
 from dynorm.recipe import Recipe
@@ -151,10 +160,10 @@ def distill_(
         ExitStack() as undo,
         # In inference mode nothing has a gradient.
         torch.inference_mode(False),
+        undisturbed(teacher, evaluate=True),
         torch.enable_grad(),
         kept_random_states(torch.cuda.is_available()),
         in_eval_mode(model),
-        in_eval_mode(teacher),
         tempfile.TemporaryDirectory(prefix="dynorm-") as scratch,
     ):
         first, stream = _with_first(batches, steps)
@@ -167,20 +176,26 @@ def distill_(
             report_to="none",
         )
         trainer = DistillationTrainer(objective, stream, arguments, lr, callbacks)
-        before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        # After an error too.
-        undo.callback(model.load_state_dict, before)
-        try:
-            loss_before = _loss_before(trainer, first)
-            trainer.train_from(folder)
-            trainer.model.eval()
-            loss_after = trainer.mean_loss(first)
-        finally:
-            model.zero_grad()
-        # A loss of NaN is worse, too.
-        kept = loss_after <= (math.inf if loss_before is None else loss_before)
-        if kept:
-            undo.pop_all()
+        before = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, nn.Parameter):
+                before[name] = tensor.detach().clone()
+        # After an error too. In a sharded model, hooks of torch then put the shards in place.
+        undo.callback(model.load_state_dict, before, strict=False)
+        with unchanged_on_error(edited_parts(model), copies_of(model.buffers())) as put_back:
+            try:
+                loss_before = _loss_before(trainer, first)
+                trainer.train_from(folder)
+                trainer.model.eval()
+                loss_after = trainer.mean_loss(first)
+            finally:
+                model.zero_grad()
+            # A loss of NaN is worse, too.
+            kept = loss_after <= (math.inf if loss_before is None else loss_before)
+            if kept:
+                undo.pop_all()
+            else:
+                put_back()
     taken = int(trainer.state.global_step)
     if kept:
         for layer in dynorm_layers(model).values():

@@ -27,9 +27,6 @@ _CHUNK = 1 << 20
 class Distillation(nn.Module):
     """A converted model with its teacher; calling it returns the loss of a batch."""
 
-    # The Trainer asks for it when a checkpoint lacks a name, as that of a tied tensor.
-    _keys_to_ignore_on_save = None
-
     def __init__(self, model: nn.Module, teacher: nn.Module, bf16: bool) -> None:
         super().__init__()
         layers = require_layers(model)

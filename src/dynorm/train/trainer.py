@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_model
+from safetensors import SafetensorError
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
@@ -21,6 +22,7 @@ from dynorm.wrappers import gathered
 
 _WARM_UP = 10
 _STATE = "trainer_state.json"
+_WEIGHTS = "model.safetensors"
 # About that of the matrices of an encoder.
 _LEAST_SIZE = 0.06
 
@@ -95,7 +97,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
                 self._load_from_checkpoint(str(last))
                 self.state = state
         # Groups of another optimizer are a ValueError.
-        except (RuntimeError, OSError, ValueError) as error:
+        except (RuntimeError, OSError, ValueError, SafetensorError) as error:
             raise StorageError(
                 f"the checkpoint must be of this model, but {last} is not: "
                 f"{str(error).splitlines()[-1]:.300}: remove it, or give another folder"
@@ -107,7 +109,13 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         # The Trainer's own cannot save tied weights of a model that is not one of transformers.
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        save_model(self.model, str(folder / "model.safetensors"))
+        save_model(self.model, str(folder / _WEIGHTS))
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        # The Trainer's own takes what fits, and goes on.
+        load_model(self.model, Path(resume_from_checkpoint, _WEIGHTS))
 
 
 def relative_rates(model: nn.Module, lr: float) -> list[dict[str, Any]]:
