@@ -75,7 +75,13 @@ def test_a_decoder_after_a_prefix_loads_by_its_prefix(
     after_prefix = loaded(input_ids=ids).logits
     assert not torch.allclose(after_prefix, loaded.get_base_model()(ids).logits)
     assert 'from_pretrained(model, "path/to/prefix")' in (out / "model" / "README.md").read_text()
-    convert_pretrained(language_model, out, recipe, texts=[texts], overwrite=True)
+    # Its card would name the original as the base.
+    assert not (out / "prefix" / "README.md").exists()
+    # The prefix takes one of the 32 positions.
+    report = convert_pretrained(
+        language_model, out, replace(recipe, max_length=32), texts=[texts], overwrite=True
+    )
+    assert report.meta["recipe"]["max_length"] == 31
 
 
 @pytest.mark.parametrize(

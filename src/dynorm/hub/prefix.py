@@ -65,7 +65,8 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
     # A bool is an int.
     if type(token) is not int or not 0 <= token < config.vocab_size:
         raise ArgumentError(
-            f"token must be the id of a token, an int from 0 to {config.vocab_size - 1}, got {token!r}"
+            f"token must be the id of a token, an int from 0 to {config.vocab_size - 1}, got {token!r}: "
+            "pass another, or set bos_token_id in the model's config.json"
         )
     from peft import PrefixTuningConfig, get_peft_model
 

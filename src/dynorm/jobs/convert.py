@@ -39,6 +39,8 @@ def convert_pretrained(
     source = Path(source)
     if recipe.steps != 0:
         require_library("accelerate", "distillation (or --steps 0)")
+    if recipe.prefix:
+        require_library("peft", "a prefix")
     require_output(source, out, overwrite=overwrite)
     if recipe.checkpoints is not None:
         place = Path(recipe.checkpoints).resolve()

@@ -69,7 +69,9 @@ def load_job(
     if noun == "images":
         inputs = image_inputs(pretrained, fit, held_out, facts)
     else:
-        recipe = replace(recipe, max_length=pretrained.within_positions(recipe.max_length or 0))
+        # A prefix takes the first position.
+        longest = pretrained.within_positions((recipe.max_length or 0) + recipe.prefix)
+        recipe = replace(recipe, max_length=longest - recipe.prefix)
         inputs = text_inputs(pretrained, fit, held_out, facts, recipe.max_length or 0)
     say(
         f"{type(pretrained.model).__name__} from {checkpoint.source}, {noun}: "

@@ -103,6 +103,8 @@ def write_out(
             # AutoPeftModelForCausalLM joins them; by default it would take the original.
             prefixed.peft_config["default"].base_model_name_or_path = str(out.absolute() / "model")
             prefixed.save_pretrained(new / PREFIX, save_embedding_layers=False)
+            # It is an empty form, and names the original as the base.
+            (new / PREFIX / CARD).unlink(missing_ok=True)
         write_text(new / REPORT, json.dumps(report.to_dict(), indent=1) + "\n")
         if recipe is not None:
             recipe.save(new / RECIPE)
