@@ -58,6 +58,10 @@ def as_stock(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     vars(config).update(dict.fromkeys(eps_names, _EPS))
     stock: nn.Module = type(model)(config).to(like.device, like.dtype).eval()
     stock.load_state_dict(stock.state_dict() | model.state_dict())
+    # Those that are not saved keep their dtype, such as the frequencies of positions.
+    for name, buffer in model.named_buffers():
+        path, _, own_name = name.rpartition(".")
+        stock.get_submodule(path)._buffers[own_name] = buffer.clone()
     if "generation_config" in vars(model):
         stock.__dict__["generation_config"] = copy.deepcopy(vars(model)["generation_config"])
     for path in identities:
