@@ -139,7 +139,7 @@ def unchanged_on_error(
     tables = []
     tensors: set[Tensor] = set()
     for part in parts:
-        tables += _tables_of(part)
+        tables += _tables_of(part, *HOOK_TABLES)
         if values is None:
             tensors.update(part.parameters(), part.buffers())
     if values is None:
@@ -157,10 +157,10 @@ def copies_of(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     return {tensor: tensor.detach().clone() for tensor in tensors}
 
 
-def _tables_of(part: Any) -> list[dict[str, Any]]:
+def _tables_of(part: Any, *more: str) -> list[dict[str, Any]]:
     """Return the dictionaries that hold a module's attributes and parts; a config has only the first."""
     attributes = vars(part)
-    names = ("_modules", "_parameters", "_buffers")
+    names = ("_modules", "_parameters", "_buffers", *more)
     return [attributes, *(attributes[name] for name in names if name in attributes)]
 
 

@@ -140,11 +140,12 @@ def test_after_an_error_layers_and_buffers_are_those_from_before() -> None:
         def on_train_begin(self, *args: object, **kwargs: object) -> None:
             dynorm.set_anneal_(model, 1.0)
             dynorm.finalize_(model)
+            layer.register_forward_hook(print)
 
     with pytest.raises(KeyError):
         dynorm.distill_(model, batches(), teacher=teacher, steps=4, callbacks=[Finalize(KeyError)])
     assert model[1] is layer
-    assert layer.position == model.count == teacher.count == 0
+    assert layer.position == model.count == teacher.count == len(layer._forward_hooks) == 0
 
 
 def test_what_cannot_work_is_refused() -> None:
