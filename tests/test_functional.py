@@ -312,7 +312,7 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     (lambda: F.center([1.0, 2.0]), "^x.*got list"),
     (lambda: F.dyt(X, 0.5, dim=2), "dim.*got 2.*-2 to 1"),
     (lambda: F.rms(X, dim=(0, 1)), r"dim.*one dimension.*got \(0, 1\)"),
-    (lambda: F.isru(torch.tensor(1.0), 0.5), "dim.*which has 0"),
+    (lambda: F.isru(torch.tensor(1.0), 0.5), "axis of channels"),
     (lambda: F.dyisru(X, 0.0), r"beta.*got 0\.0"),
     (lambda: F.dyisru_general(X, NAN, 0.0), "beta.*got nan"),
     (lambda: F.dyisru_general(X, 1.0, INF), "center.*finite"),

@@ -165,6 +165,8 @@ def clamped(z: Tensor) -> Tensor:
 def resolve(x: Tensor, dim: int) -> tuple[Tensor, int]:
     """Return ``x`` in the dtype to compute in, and ``dim`` counted from the front."""
     check_floating("x", x, "convert it, say with .float()")
+    if x.ndim == 0:
+        raise ArgumentError("x must have an axis of channels, but is a scalar")
     if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         raise ArgumentError(
             f"dim must name one dimension of x, which has {x.ndim}, got {dim}: give an integer "

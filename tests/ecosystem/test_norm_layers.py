@@ -30,9 +30,10 @@ def test_the_calls_of_timm(name: str) -> None:
     assert_close(norm2d(8, eps=1e-6)(x), norm(8)(x.movedim(1, -1)).movedim(-1, 1))
 
 
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"one of dyisru, dyt, derf, got 'layernorm2d'"):
-        dynorm.layers.norm_layer("layernorm2d")
+@pytest.mark.parametrize("name", ["layernorm2d", None])
+def test_an_unknown_name_is_refused(name: Any) -> None:
+    with pytest.raises(ArgumentError, match=rf"one of dyisru, dyt, derf, got {name!r}"):
+        dynorm.layers.norm_layer(name)
 
 
 @pytest.fixture

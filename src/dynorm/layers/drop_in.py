@@ -31,7 +31,7 @@ def norm_layer(name: str) -> Callable[..., PointwiseNorm]:
     Reference:
         ``timm.layers.get_norm_layer``.
     """
-    function = name.removesuffix("2d")
+    function = str(name).removesuffix("2d")
     if function not in _LAYERS:
         raise ArgumentError(f"the name must be one of {', '.join(_LAYERS)}, got {name!r}")
     layer = _LAYERS[function]
