@@ -1,4 +1,4 @@
-"""Save and load models: directories that plain torch, or transformers, reads again."""
+"""Save and load models, which plain torch or transformers reads again; a decoder's prefix, and its own class."""
 
 from dynorm.fold.stock import as_stock
 from dynorm.hub.api import load, save

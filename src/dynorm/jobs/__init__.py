@@ -1,4 +1,4 @@
-"""Complete jobs: those of the command line on transformers' models, and ``convert_model`` on any module."""
+"""Complete jobs: ``convert_model`` on any module, and in ``convert.py`` and ``fold.py`` those of the command line."""
 
 from dynorm.jobs.checkpoint import load_pretrained
 from dynorm.jobs.inputs import make_batches
