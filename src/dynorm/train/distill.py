@@ -5,8 +5,8 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -157,7 +157,6 @@ def distill_(
             "torch.distributed.checkpoint in a callback"
         )
     with (
-        ExitStack() as undo,
         # In inference mode nothing has a gradient.
         torch.inference_mode(False),
         undisturbed(teacher, evaluate=True),
@@ -176,13 +175,7 @@ def distill_(
             report_to="none",
         )
         trainer = DistillationTrainer(objective, stream, arguments, lr, callbacks)
-        before = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if isinstance(tensor, nn.Parameter):
-                before[name] = tensor.detach().clone()
-        # After an error too. In a sharded model, hooks of torch then put the shards in place.
-        undo.callback(model.load_state_dict, before, strict=False)
-        with unchanged_on_error(edited_parts(model), copies_of(model.buffers())) as put_back:
+        with _put_back_after(model) as put_back:
             try:
                 loss_before = _loss_before(trainer, first)
                 trainer.train_from(folder)
@@ -192,9 +185,7 @@ def distill_(
                 model.zero_grad()
             # A loss of NaN is worse, too.
             kept = loss_after <= (math.inf if loss_before is None else loss_before)
-            if kept:
-                undo.pop_all()
-            else:
+            if not kept:
                 put_back()
     taken = int(trainer.state.global_step)
     if kept:
@@ -223,6 +214,27 @@ def _check(model: nn.Module, teacher: nn.Module, steps: int, lr: float, seed: in
     check_positive("lr", lr)
     require_library("transformers", "its Trainer")
     require_library("accelerate", "the Trainer of transformers")
+
+
+@contextmanager
+def _put_back_after(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Give a model its layers, buffers and weights back after an error, or by a call of what is returned."""
+    weights = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, nn.Parameter):
+            weights[name] = tensor.detach().clone()
+    with unchanged_on_error(edited_parts(model), copies_of(model.buffers())) as put_layers_back:
+
+        def put_back() -> None:
+            put_layers_back()
+            # In a sharded model, hooks of torch then put the shards in place.
+            model.load_state_dict(weights, strict=False)
+
+        try:
+            yield put_back
+        except BaseException:
+            put_back()
+            raise
 
 
 def _loss_before(trainer: Any, first: Sequence[Batch]) -> float | None:
