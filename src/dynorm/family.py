@@ -53,5 +53,8 @@ NAMES: dict[type, str] = {layer: name for name, layer in LAYERS.items()}  # the 
 def layer_class(name: str) -> type[layers.PointwiseNorm]:
     """Return the layer of a name."""
     if not isinstance(name, str) or name not in LAYERS:
-        raise ArgumentError(f"the layer must be one of {', '.join(LAYERS)}, got {name!r}")
+        raise ArgumentError(
+            f'the layer must be one of {", ".join(LAYERS)}, got {name!r}: or "keep", which leaves the '
+            'norm, and for convert_model and `dynorm convert` "none", which removes it'
+        )
     return LAYERS[name]

@@ -48,8 +48,8 @@ class Defaults:
 # language model loses less than two. Such a step takes MiniLM half a second on two cores without bfloat16.
 ENCODER = Defaults(steps=500, batch=16, calibration=256, max_length=64)
 """For a text encoder, and for a model that is not a transformers model."""
-IMAGES = Defaults(steps=300, batch=4, calibration=128)
-LANGUAGE = Defaults(steps=600, batch=1, calibration=24, max_length=256)
+IMAGES = Defaults(steps=200, batch=4, calibration=128)
+LANGUAGE = Defaults(steps=360, batch=1, calibration=24, max_length=256)
 
 
 def defaults_of(model: nn.Module) -> Defaults:

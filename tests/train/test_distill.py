@@ -114,6 +114,11 @@ def test_a_run_resumes_from_its_checkpoint_and_another_models_is_refused(tmp_pat
     dynorm.distill_(done, batches(), **options)
     assert dynorm.distill_(again, batches(), **options).steps == 10
     assert same(again, done)
+    for changes, words in (({"steps": 12}, "steps is 10"), ({"lr": 2e-3}, "lr is 0.001")):
+        with pytest.raises(StorageError, match=f"of this run, but its {words}, where this run has"):
+            dynorm.distill_(converted(), batches(), **(options | changes))
+    with pytest.raises(StorageError, match="loss of the first batches"):
+        dynorm.distill_(converted(), [2 * batch for batch in batches()], **options)
     with pytest.raises(StorageError, match="checkpoint"):
         dynorm.distill_(converted(24), batches(), **(options | {"teacher": original(24)}))
     options["teacher"] = nn.Sequential(original())

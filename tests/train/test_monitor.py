@@ -95,8 +95,8 @@ class TestMonitor:
         ("first", "beta", "remedy"),
         [
             (100.0, 4.0, r"size 100, and sqrt\(beta\) is 2\. .*init_from_batch_"),
-            (2.0, 4.0, r"50-fold.*did not follow.*constants_lr"),
-            (4.0, 800.0, r"25-fold.*follows them: lower the learning rate"),
+            (2.0, 4.0, r"50-fold, and sqrt\(beta\) 1-fold: lower the learning rate"),
+            (4.0, 400.0, r"25-fold, and sqrt\(beta\) 10-fold: lower the learning rate"),
         ],
     )
     def test_it_warns_once_and_names_the_remedy_that_fits(

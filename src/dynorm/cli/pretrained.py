@@ -129,8 +129,8 @@ def convert(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Steps of distillation, 0 for none. Default: 500 for an encoder of texts, 600 for a "
-            "language model, 300 for a model of images."
+            help="Steps of distillation, 0 for none. Default: 500 for an encoder of texts, 360 for a "
+            "language model, 200 for a model of images."
         ),
     ] = Recipe.steps,
     held_out: Annotated[
@@ -180,7 +180,7 @@ def convert(
     checkpoints: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for checkpoints of the distillation. A later run resumes from them."
+            help="Folder for checkpoints of the distillation. The same command resumes from them."
         ),
     ] = None,
 ) -> None:

@@ -16,6 +16,11 @@ from dynorm.jobs.write import require_output, write_out
 from dynorm.recipe import Recipe
 from dynorm.report import ModelReport
 
+_STOCK = (
+    "Its norms compute the identity, with numbers of 2^40, so load it in bfloat16 or float32: in float16 its "
+    "outputs are NaN."
+)
+
 
 def convert_pretrained(
     source: str | Path,
@@ -83,7 +88,7 @@ def convert_pretrained(
         template="conversion.jinja",
         prefixed=prefixed,
         name=report.name,
-        remarks=job.pretrained.remarks,
+        remarks=(*job.pretrained.remarks, *([_STOCK] if recipe.stock else [])),
     )
     say(f"saved {', '.join(str(path) for path in sorted(out.iterdir()))}")
     return report

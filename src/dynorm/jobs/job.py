@@ -73,9 +73,10 @@ def load_job(
         longest = pretrained.within_positions((recipe.max_length or 0) + recipe.prefix)
         recipe = replace(recipe, max_length=longest - recipe.prefix)
         inputs = text_inputs(pretrained, fit, held_out, facts, recipe.max_length or 0)
+    unit = " blocks" if checkpoint.language_model else ""
     say(
         f"{type(pretrained.model).__name__} from {checkpoint.source}, {noun}: "
-        f"{inputs.facts[f'{noun}_to_fit']} to fit on, {len(inputs.held_out)} held out"
+        f"{inputs.facts[f'{noun}_to_fit']}{unit} to fit on, {len(inputs.held_out)}{unit} held out"
     )
     for remark in pretrained.remarks:
         say(remark)

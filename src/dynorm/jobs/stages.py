@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -105,9 +105,11 @@ def convert_in_stages_(
 def _try_to_fold(model: nn.Module, batch: Batch, recipe: Recipe, say: Say) -> None:
     """Fold a copy before the long training, to name the lines that will stay, or to refuse them."""
     trial = _copied(model)
-    say(f"The fold in the end, tried on a copy: {fold_lines_(trial, batch).summary()}")
+    folded = fold_lines_(trial, batch)
     if recipe.stock:
         as_stock(_without_prefix(trial, recipe), batch)
+        folded = replace(folded, loads_with="stock")
+    say(f"The fold in the end, tried on a copy: {folded.summary()}")
 
 
 def _without_prefix(model: Any, recipe: Recipe) -> nn.Module:

@@ -114,7 +114,8 @@ def distill_(
         bf16: run both models under ``torch.autocast`` in bfloat16; the weights keep their dtype. A
             processor without bfloat16 instructions runs in float32, with a warning.
         checkpoints: a folder for the Trainer's checkpoints: ten per run, of which the last is kept.
-            If it holds one, training continues from there. None saves no checkpoints.
+            If it holds one of the same run, by steps, rate, seed and the loss before training, training
+            continues from there. None saves no checkpoints.
         callbacks: callbacks of the Trainer, such as an :class:`AnnealCallback` for an annealed
             model, or the ``WandbCallback`` of transformers, which logs loss and rate.
 
@@ -130,7 +131,7 @@ def distill_(
             module of a layer, is converted itself, or shares weights with the model; one of them is
             offloaded or on the meta device; a sharded model is to have checkpoints; or the
             environment does not name the processes of the group as torchrun does.
-        StorageError: the checkpoint in the folder is of another model, or damaged.
+        StorageError: the checkpoint in the folder is of another run or model, or damaged.
 
     Warns:
         CalibrationWarning: the weights from before are put back, or bfloat16 is not used.
@@ -175,16 +176,26 @@ def distill_(
             report_to="none",
         )
         trainer = DistillationTrainer(objective, stream, arguments, lr, callbacks)
+        # An annealed model is still its teacher: it has no error that a step could make smaller.
+        annealed = any(isinstance(module, AnnealedNorm) for module in model.modules())
         with _put_back_after(model) as put_back:
             try:
-                loss_before = _loss_before(trainer, first)
+                loss_before = trainer.mean_loss(first)
+                if folder is not None:
+                    run = {
+                        "steps": steps,
+                        "lr": lr,
+                        "seed": seed,
+                        "loss of the first batches": loss_before,
+                    }
+                    trainer.require_same_run(folder, run)
                 trainer.train_from(folder)
                 trainer.model.eval()
                 loss_after = trainer.mean_loss(first)
             finally:
                 model.zero_grad()
             # A loss of NaN is worse, too.
-            kept = loss_after <= (math.inf if loss_before is None else loss_before)
+            kept = loss_after <= (math.inf if annealed else loss_before)
             if not kept:
                 put_back()
     taken = int(trainer.state.global_step)
@@ -192,7 +203,7 @@ def distill_(
         for layer in dynorm_layers(model).values():
             layer.__dict__.pop("replaced", None)
     else:
-        before_it = "" if loss_before is None else f", which was {loss_before:.3f}"
+        before_it = "" if annealed else f", which was {loss_before:.3f}"
         warnings.warn(
             f"{taken} steps at a rate of {lr:.2g} made the loss {loss_after:.3f}{before_it}: the weights "
             "from before are put back; give more steps, or a lower rate",
@@ -200,7 +211,9 @@ def distill_(
             stacklevel=2,
         )
     seconds = time.perf_counter() - started
-    return DistillationReport(taken, lr, seconds, loss_before, loss_after, kept)
+    return DistillationReport(
+        taken, lr, seconds, None if annealed else loss_before, loss_after, kept
+    )
 
 
 def _check(model: nn.Module, teacher: nn.Module, steps: int, lr: float, seed: int) -> None:
@@ -235,15 +248,6 @@ def _put_back_after(model: nn.Module) -> Iterator[Callable[[], None]]:
         except BaseException:
             put_back()
             raise
-
-
-def _loss_before(trainer: Any, first: Sequence[Batch]) -> float | None:
-    """Return the loss of the first batches before training, or None if the model is annealed."""
-    # It is still its teacher then: it has no error that a step could make smaller.
-    if any(isinstance(module, AnnealedNorm) for module in trainer.model.modules()):
-        return None
-    loss: float = trainer.mean_loss(first)
-    return loss
 
 
 def _with_first(batches: Iterable[Batch], count: int) -> tuple[list[Batch], Iterator[Batch]]:

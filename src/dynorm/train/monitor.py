@@ -24,8 +24,8 @@ _TOKENS = 256
 _SATURATION = 0.95
 # The share of saturated outputs from which a layer is warned of, once.
 _WARNED_FROM = 0.8
-# A constant follows its layer's inputs if it grows by at least this share of their growth.
-_FOLLOWED = 0.25
+# From this growth of a layer's mean square input on, its start was not the fault.
+_GROWN = 4.0
 
 
 class Monitor:
@@ -210,18 +210,13 @@ def _saturated_share(layer: PointwiseNorm, tokens: Tensor) -> Tensor:
 
 def _remedy(growth: float, drift: float) -> str:
     """Say what to do, by the factors that a layer's mean square input and its beta have grown by."""
-    if growth < 1 / _FOLLOWED:
+    if growth < _GROWN:
         return (
             "Its constants did not fit from the start: leave out a scale below sqrt(C), and call "
             "dynorm.init_from_batch_ before the first step"
         )
-    if drift < _FOLLOWED * growth:
-        return (
-            f"Its inputs have grown {growth**0.5:.3g}-fold, and its constant did not follow: give "
-            "the constants a higher rate, with dynorm.param_groups(..., constants_lr=...)"
-        )
     return (
-        f"Its inputs have grown {growth**0.5:.3g}-fold, and its constant follows them: lower the "
+        f"Its inputs have grown {growth**0.5:.3g}-fold, and sqrt(beta) {drift**0.5:.3g}-fold: lower the "
         "learning rate, or make the warm-up longer"
     )
 

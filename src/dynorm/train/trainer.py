@@ -1,8 +1,9 @@
 """The Trainer that distills a model. It imports transformers, so import it only when needed."""
 
+import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from transformers import PrinterCallback, Trainer, TrainerState, TrainingArgumen
 from dynorm.arguments import upcast
 from dynorm.batches import Batch
 from dynorm.errors import ModelError, StorageError
+from dynorm.files import write_text
 from dynorm.train.objective import Distillation
 from dynorm.wrappers import gathered
 
 _WARM_UP = 10
 _STATE = "trainer_state.json"
+_RUN = "run.json"
 _WEIGHTS = "model.safetensors"
 # About that of the matrices of an encoder.
 _LEAST_SIZE = 0.06
@@ -81,6 +84,28 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         with torch.no_grad():
             loss = torch.stack([self.model(batch) for batch in batches]).mean()
         return float(self.accelerator.reduce(loss, reduction="mean"))
+
+    def require_same_run(self, folder: Path, run: Mapping[str, float]) -> None:
+        """Write what a run is next to its checkpoints, or refuse checkpoints of another run."""
+        file = folder / _RUN
+        if last_checkpoint(folder) is None:
+            if self.is_world_process_zero():
+                folder.mkdir(parents=True, exist_ok=True)
+                write_text(file, json.dumps(run))
+            return
+        try:
+            known = json.loads(file.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise StorageError(
+                f"a checkpoint must come with {_RUN}, which says of which run it is, but: {error}: remove "
+                f"the checkpoints in {folder}, or give another folder"
+            ) from error
+        for name, value in run.items():
+            if not math.isclose(known[name], value, rel_tol=1e-3, abs_tol=1e-4):
+                raise StorageError(
+                    f"the checkpoint in {folder} must be of this run, but its {name} is {known[name]:.4g}, "
+                    f"where this run has {value:.4g}: remove it, or give another folder"
+                )
 
     def train_from(self, folder: Path | None) -> None:
         """Train, from the last checkpoint in the folder if there is one."""
