@@ -3,8 +3,8 @@
 A new function f takes one row here, and the parts that the row names: its formula in
 ``functional.py``, its layer in a file of ``layers/`` (and in ``annealed.py``), and its kernel, a
 functor in ``kernels/csrc/functions.h`` and a branch in ``_triton_functions.py``. Its number is in
-``FunctionCode`` of ``_form.py``, and the same in ``csrc/types.h``. Converting, saved folders and the titles and
-colours of reports read this table.
+``FunctionCode`` of ``_form.py``, and the same in ``csrc/types.h``. Its colours
+are in ``report/colours.py``. Converting, saved folders and the titles of reports read this table.
 """
 
 from dataclasses import dataclass

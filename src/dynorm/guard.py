@@ -318,7 +318,7 @@ def autocast(model: nn.Module, bf16: bool) -> torch.autocast:
 
 
 def usable_bf16(model: nn.Module) -> bool:
-    """Return whether bfloat16 is at least as fast as float32 on the model's device; warn if it is."""
+    """Return whether bfloat16 is at least as fast as float32 on the model's device; warn if not."""
     is_cpu = next(model.parameters()).device.type == "cpu"
     # The first versions of torch that dynorm takes cannot say.
     capabilities = getattr(torch.cpu, "get_capabilities", None)

@@ -56,11 +56,14 @@ def convert_pretrained(
             )
     job = load_job(source, recipe, say, **options)
     model = job.pretrained.model
+    # With the defaults for the model filled in.
     recipe = job.recipe
     if recipe.stock:
         # A class that cannot hold the result is refused before the work.
         stock_config(model)
-    prefixed = with_prefix(model) if recipe.prefix else None
+    prefixed = None
+    if recipe.prefix:
+        prefixed = with_prefix(model)  # has the model inside, which is changed with it
     assert recipe.batch is not None
     assert recipe.calibration is not None
     inputs = job.inputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.fold import FoldReport, fold_
@@ -18,14 +18,14 @@ def fold_pretrained(
     out: str | Path,
     options: dict[str, Any],
     *,
-    format: str | None = None,
+    format: Literal["flashnorm"] | None = None,
     overwrite: bool = False,
     say: Say = silent,
 ) -> FoldReport:
     """Fold the transformers model in a folder, and save it with its report in another folder.
 
-    The arguments are those of ``convert_pretrained``, the ``options`` those of
-    :func:`dynorm.fold_`. With the ``format`` "flashnorm" the weights of RMSNorms are folded as
+    The ``folder`` may be a GGUF file; the ``options`` are those of :func:`dynorm.fold_`. With the
+    ``format`` "flashnorm" the weights of RMSNorms are folded as
     :func:`dynorm.jobs.flashnorm.fold_files` does. After an error nothing is written.
     """
     if format is not None and (options.get("add_bias") or not options.get("center", True)):
@@ -41,8 +41,8 @@ def fold_pretrained(
     checkpoint = Checkpoint(folder, dtype="auto")
     remarks: tuple[str, ...] = ()
     save = None
-    if format == "flashnorm":
-        model, report, save = fold_files(checkpoint, untie=options["untie"])
+    if format is not None:
+        model, report, save = fold_files(checkpoint, untie=options.get("untie", False))
     else:
         names = checkpoint.config.architectures or [""]
         model_class = getattr(transformers, names[0], checkpoint.auto)

@@ -47,7 +47,7 @@ def silent(line: str) -> None:
 def convert_in_stages_(
     model: nn.Module, data: Data, recipe: Recipe, meta: JsonObject, say: Say = silent
 ) -> ModelReport:
-    """Convert a model by a recipe without None, and return its report.
+    """Convert a model by a recipe with all fields filled, and return its report.
 
     After each stage the outputs for a few held-out batches are compared with the original's. After
     an error the model is as it was before.
@@ -57,7 +57,6 @@ def convert_in_stages_(
     original: Any = _copied(model)
     # The teacher follows the prefix too, but the model is compared with what its user has.
     course = _Course(model, _without_prefix(original, recipe), data.compared, say)
-    without_prefix = original.disable_adapter() if recipe.prefix else nullcontext()
     # The copy has the values from before, so that no other is needed.
     before = dict(zip(_tensors(model), _tensors(original), strict=True))
     with unchanged_on_error(edited_parts(model), before):
@@ -91,6 +90,9 @@ def convert_in_stages_(
                 checkpoints=recipe.checkpoints,
             )
         meta = meta | {"recipe": recipe.to_dict()}
+        # The sites have the paths of the model with its prefix, so it is only turned off.
+        without_prefix = original.disable_adapter() if recipe.prefix else nullcontext()
+        # Before the lines are folded away, because each is compared with its norm.
         with course.timed("measure"), without_prefix:
             report = measure(model, data.held_out, original=original, sites=sites, meta=meta)
         if recipe.removes_norms:

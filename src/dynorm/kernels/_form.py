@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from dynorm import functional
 from dynorm.arguments import upcast
 
-# The fields of Parameters and of Form: layers pass plain tuples, because a call takes microseconds.
+# The fields of Parameters and of Form: layers pass tuples and lists, because a call takes microseconds.
 Numbers = Sequence[Tensor | None]
 Fields = tuple[int, bool, float]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -159,7 +159,10 @@ def _backward(
     wanted: int,
     sums: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of x, and write those of the parameters and tokens, one in each slot of ``sums``."""
+    """Return the gradient of x, and write those of the parameters and tokens, one in each slot of ``sums``.
+
+    If that of x is not wanted, what is returned has no values.
+    """
     channels = x.shape[-1]
     rows = x.numel() // channels
     has_tokens = bool(wanted & OF_TOKENS)
@@ -179,7 +182,7 @@ def _backward(
     compiled = choices(form, channels)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         if rows:
-            # The bias has no part in any gradient.
+            # No gradient depends on the bias itself.
             backward_kernel[(chunks * blocks,)](
                 *(grad, x, grad_total, *parameters[:3], token_constant),
                 *(buffer, partial_offset, rows, chunks),

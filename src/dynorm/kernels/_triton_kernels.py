@@ -115,11 +115,11 @@ def backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Compute the gradient of x in every ``chunks``-th tile of some channels, and their sums.
+    """Compute the gradient of x in every ``chunks``-th tile of some channels, and add up the others.
 
-    The buffer begins with the gradient of x; partial sums follow at ``partial_offset``, in float32 or
-    float64: first, for each of the four parameters, ``(chunks, channels)``, or one number per
-    program; then the tokens' ``(blocks, rows)``.
+    The buffer begins with the gradient of x. At ``partial_offset`` follow the partial sums of the
+    other gradients, in float32 or float64: four regions of ``chunks * channels`` numbers, of which
+    the constant and the shift use one number per program, then ``(blocks, rows)`` for the tokens.
     """
     FUNCTION: tl.constexpr = FORM.function
     CHANNELS: tl.constexpr = FORM.channels
@@ -134,7 +134,7 @@ def backward_kernel(
     inside = channel < CHANNELS
     constant = constant_of(constant_ptr, COMPUTE, FORM)
     if FUNCTION == 0:
-        # Behind the last row and channel u is 0, which a beta that has underflowed must not divide.
+        # Outside of the rows and channels u is 0, and 0 / sqrt(0) would make the sums NaN.
         constant = tl.where(constant == 0.0, 1.2e-38, constant)
     shift = shift_of(shift_ptr, COMPUTE)
     scale = tl.full([], FORM.scale, COMPUTE)
@@ -156,23 +156,24 @@ def backward_kernel(
         offset = row.to(tl.int64) * CHANNELS + channel
         grad = tl.load(grad_ptr + offset, mask, other=0.0).to(COMPUTE)
         u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
-        of_row = constant
+        row_constant = constant
         if token_ptr is not None:
-            of_row, root = of_token(constant, token_ptr + row, row < rows, FUNCTION)
+            row_constant, root = of_token(constant, token_ptr + row, row < rows, FUNCTION)
         # Computed again from x, because f was not saved.
-        f, slope, by_row_constant, by_shift = derivatives(u, of_row, shift, FUNCTION, NARROW)
+        f, slope, by_row_constant, by_shift = derivatives(u, row_constant, shift, FUNCTION, NARROW)
         if OF_TOKENS & WANTED:
-            by_this = grad * (gain * by_total(by_row_constant, of_row, FUNCTION))
+            grad_row = grad * (gain * by_total(by_row_constant, row_constant, FUNCTION))
             target = partial_ptr + TOKENS * region + block.to(tl.int64) * rows + row
-            tl.store(target, tl.sum(by_this, 1, keep_dims=True), row < rows)
+            tl.store(target, tl.sum(grad_row, 1, keep_dims=True), row < rows)
         by_constant = by_row_constant
         if token_ptr is not None:
+            # The derivative of the row's constant by the stored one.
             by_constant *= root * root * root
         if OF_X & WANTED:
-            of_x = grad * (gain * slope)
+            grad_x = grad * (gain * slope)
             if grad_total_ptr is not None:
-                of_x += tl.load(grad_total_ptr + offset, mask, other=0.0).to(COMPUTE)
-            tl.store(buffer_ptr + offset, of_x.to(buffer_ptr.dtype.element_ty), mask)
+                grad_x += tl.load(grad_total_ptr + offset, mask, other=0.0).to(COMPUTE)
+            tl.store(buffer_ptr + offset, grad_x.to(buffer_ptr.dtype.element_ty), mask)
         if OF_CONSTANT & WANTED:
             sum_constant += grad * by_constant
         if OF_SHIFT & WANTED:
@@ -226,7 +227,7 @@ def sum_kernel(
     if place == TOKENS:
         parts, numbers = BLOCKS, rows
     first = tl.program_id(0) * BLOCK_NUMBERS
-    # The bits of WANTED are in the order of the places, that of the constant first.
+    # The bits of WANTED are that of x, and then those of the places in their order.
     if (((WANTED >> place) & OF_CONSTANT) != 0) & (first < numbers):
         number = first + tl.arange(0, BLOCK_NUMBERS)
         valid = number < numbers

@@ -34,9 +34,9 @@ def param_groups(
             is divided by the layer's scale, which multiplies its effect. While a rate
             warms up, a layer's input can grow a hundredfold: beta must follow, or the layer
             saturates and the model is stuck. The rate of an alpha is multiplied by its present
-            size, so that it changes in proportion, as beta does through ``log_beta``. So call
-            :func:`dynorm.init_from_batch_` before this if the layer is to be annealed to DyT or
-            Derf, although annealing sets the constants again.
+            size, so that it changes in proportion, as beta does through ``log_beta``. So set the
+            constants first, also of a layer that is to be annealed, with
+            :func:`dynorm.init_from_batch_`.
 
     Returns:
         Groups for a ``torch.optim`` optimizer; parameters that need no gradient are left out, and
@@ -80,7 +80,7 @@ def param_groups(
         if parameter in factors:
             factor = factors[parameter]
             rate = base_rate * factor
-            # The rate of an alpha moves with its size. With its own group, a run that goes on from
+            # The rate of an alpha depends on its size now. With its own group, a run that goes on from
             # a checkpoint finds the groups that it was saved with, however the sizes have changed.
             key = parameter if parameter in alphas else factor
             group = constants.setdefault(key, {"params": [], "lr": rate, "weight_decay": 0.0})

@@ -37,10 +37,10 @@ class PointwiseModule(nn.Module):
     kernel: ClassVar[kernels.FunctionCode]
     # The names of the function's parameters, first the one that sets the slope.
     constants: ClassVar[tuple[str, ...]] = ()
-    # The parameters in the order of the kernels, and the gains of witnesses.
-    numbers: ClassVar[tuple[str, ...]]
     # Whether that one is kept as its logarithm.
     logarithmic: ClassVar[bool] = False
+    # The parameters in the order of the kernels, and the gains of witnesses.
+    numbers: ClassVar[tuple[str, ...]]
     # DyISRU's beta for the same slope at 0, times the square of the function's constant.
     slope_ratio: ClassVar[float] = 1.0
     # Maps beta to the first parameter that gives f the slope 1 / sqrt(beta) at 0.

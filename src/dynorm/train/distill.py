@@ -114,8 +114,8 @@ def distill_(
         bf16: run both models under ``torch.autocast`` in bfloat16; the weights keep their dtype. A
             processor without bfloat16 instructions runs in float32, with a warning.
         checkpoints: a folder for the Trainer's checkpoints: ten per run, of which the last is kept.
-            If it holds one of the same run, by steps, rate, seed and the loss before training, training
-            continues from there. None saves no checkpoints.
+            If it holds one of the same run, by steps, rate, seed and the loss of the same first batches
+            before training, training continues from there. None saves no checkpoints.
         callbacks: callbacks of the Trainer, such as an :class:`AnnealCallback` for an annealed
             model, or the ``WandbCallback`` of transformers, which logs loss and rate.
 
@@ -161,6 +161,7 @@ def distill_(
         # In inference mode nothing has a gradient.
         torch.inference_mode(False),
         undisturbed(teacher, evaluate=True),
+        # It has turned them off.
         torch.enable_grad(),
         kept_random_states(torch.cuda.is_available()),
         in_eval_mode(model),
@@ -178,7 +179,7 @@ def distill_(
         trainer = DistillationTrainer(objective, stream, arguments, lr, callbacks)
         # An annealed model is still its teacher: it has no error that a step could make smaller.
         annealed = any(isinstance(module, AnnealedNorm) for module in model.modules())
-        with _put_back_after(model) as put_back:
+        with _restorable(model) as put_back:
             try:
                 loss_before = trainer.mean_loss(first)
                 if folder is not None:
@@ -230,8 +231,9 @@ def _check(model: nn.Module, teacher: nn.Module, steps: int, lr: float, seed: in
 
 
 @contextmanager
-def _put_back_after(model: nn.Module) -> Iterator[Callable[[], None]]:
+def _restorable(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Give a model its layers, buffers and weights back after an error, or by a call of what is returned."""
+    # By name and not by tensor: fully_shard replaces parameters, and its hooks put the shards in place.
     weights = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, nn.Parameter):
@@ -240,7 +242,6 @@ def _put_back_after(model: nn.Module) -> Iterator[Callable[[], None]]:
 
         def put_back() -> None:
             put_layers_back()
-            # In a sharded model, hooks of torch then put the shards in place.
             model.load_state_dict(weights, strict=False)
 
         try:
@@ -254,5 +255,6 @@ def _with_first(batches: Iterable[Batch], count: int) -> tuple[list[Batch], Iter
     """Return the batches to measure on, the first of a pass, and ``count`` batches to train on."""
     first = list(cycled(batches, min(count, _MEASURED)))
     if isinstance(batches, Iterator):
+        # It has lost its first ones.
         return first, chain(first, cycled(islice(batches, count - len(first)), count - len(first)))
     return first, cycled(batches, count)

@@ -95,7 +95,8 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             return
         try:
             known = json.loads(file.read_text("utf-8"))
-        except (OSError, ValueError) as error:
+            known = {name: known[name] for name in run}
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise StorageError(
                 f"a checkpoint must come with {_RUN}, which says of which run it is, but: {error}: remove "
                 f"the checkpoints in {folder}, or give another folder"
@@ -104,7 +105,8 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             if not math.isclose(known[name], value, rel_tol=1e-3, abs_tol=1e-4):
                 raise StorageError(
                     f"the checkpoint in {folder} must be of this run, but its {name} is {known[name]:.4g}, "
-                    f"where this run has {value:.4g}: remove it, or give another folder"
+                    f"where this run has {value:.4g}: remove it, give another folder, or the batches in the "
+                    "order of that run"
                 )
 
     def train_from(self, folder: Path | None) -> None:
