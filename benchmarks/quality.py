@@ -128,7 +128,6 @@ RUNS = {
         Run("dyisru", 0, 200, batch=4),
         Run("linear", 0, 200, batch=4),
         Run("dyisru", 4, 200, batch=4),
-        Run("dyisru", 16, 200, batch=4),
     ],
 }
 
