@@ -186,6 +186,8 @@ def test_convert_model_refuses_what_is_not_a_recipe() -> None:
         dynorm.convert_model(model, rows(), recipe={"to": "dyt"})  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="witnesses"):
         dynorm.convert_model(model, rows(), witness=2)
+    with pytest.raises(ArgumentError, match=r"torch\.nn\.Module"):
+        dynorm.convert_model(nn.Sequential, rows())  # type: ignore[arg-type]
     assert isinstance(model.get_submodule("1"), nn.LayerNorm)
 
 

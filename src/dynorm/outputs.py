@@ -19,7 +19,7 @@ def output_tensor(
     """Return the tensor of a model's output that is compared, with its name.
 
     The first that exists of: "logits"; "class_token" if ``batch`` has images;
-    "last_hidden_state"; the first tensor.
+    "last_hidden_state"; the first tensor that is not a single number, else that number.
     """
     entries = output
     if not isinstance(output, Mapping):
@@ -48,7 +48,8 @@ def output_tensor(
         others = output.values()
     elif isinstance(output, (tuple, list)):
         others = output
-    for tensor in others:
+    # A loss in front of the others has no samples: it is the last choice.
+    for tensor in sorted(others, key=lambda part: isinstance(part, Tensor) and part.ndim == 0):
         if isinstance(tensor, Tensor):
             return None, require_floating(tensor)
     return None, require_floating(output)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from dynorm.errors import DataError
-from dynorm.outputs import sample_vectors
+from dynorm.outputs import output_tensor, sample_vectors
 from dynorm.report import measure
 from dynorm.report.conversion import compare
 from dynorm.report.output import average_ranks, pairs_alike, spearman
@@ -49,6 +49,12 @@ def test_an_encoder_is_compared_by_its_embeddings() -> None:
     rows, columns = np.triu_indices(15, 1)
     expected = stats.spearmanr((a @ a.T)[rows, columns], (b @ b.T)[rows, columns]).statistic
     assert out.spearman == pytest.approx(expected)
+
+
+def test_a_loss_in_front_of_the_logits_is_not_compared() -> None:
+    logits = torch.randn(4, 3)
+    assert output_tensor((torch.tensor(1.0), logits))[1] is logits
+    assert output_tensor((torch.tensor(1.0), "text"))[1].shape == (1, 1)
 
 
 @pytest.mark.parametrize("left", [False, True])

@@ -237,7 +237,8 @@ def read_transformers(folder: Path) -> nn.Module:
         if names:
             raise StorageError(
                 f"the weights in {folder} must be the tensors of {cls.__name__}, but these are "
-                f"{kind}: {listed(names)}"
+                f"{kind}: {listed(names)}: call its from_pretrained, with the arguments that the model "
+                "was made with"
             )
     assert isinstance(model, nn.Module)
     return model

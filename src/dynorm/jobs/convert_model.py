@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from dynorm.arguments import check_module
 from dynorm.batches import Batch, iterate
 from dynorm.errors import ArgumentError, DataError, ModelError, require_library
 from dynorm.jobs.stages import Data, convert_in_stages_
@@ -69,6 +70,7 @@ def convert_model(
         >>> report.output.cosine_mean > 0.7
         True
     """
+    check_module(model)
     _require_usable(held_out, options)
     recipe = _checked(recipe, options)
     if is_changed(model):

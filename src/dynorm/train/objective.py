@@ -81,7 +81,7 @@ def output_loss(ours: Any, theirs: object, batch: Batch) -> Tensor:
     Args:
         ours: the model's output.
         theirs: the teacher's; its ``logits`` are compared, else its ``last_hidden_state``, else its
-            first tensor.
+            first tensor that is not a single number.
         batch: the input.
 
     Raises:
