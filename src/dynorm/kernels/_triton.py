@@ -161,7 +161,7 @@ def _backward(
 ) -> Tensor:
     """Return the gradient of x, and write those of the parameters and tokens, one in each slot of ``sums``.
 
-    If that of x is not wanted, what is returned has no values.
+    If that of x is not wanted, the memory that is returned has no values.
     """
     channels = x.shape[-1]
     rows = x.numel() // channels

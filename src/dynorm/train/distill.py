@@ -232,7 +232,7 @@ def _check(model: nn.Module, teacher: nn.Module, steps: int, lr: float, seed: in
 
 @contextmanager
 def _restorable(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Give a model its layers, buffers and weights back after an error, or by a call of what is returned."""
+    """Give a model its layers, buffers and weights back after an error, or when its context is called."""
     # By name and not by tensor: fully_shard replaces parameters, and its hooks put the shards in place.
     weights = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -86,7 +86,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         return float(self.accelerator.reduce(loss, reduction="mean"))
 
     def require_same_run(self, folder: Path, run: Mapping[str, float]) -> None:
-        """Write what a run is next to its checkpoints, or refuse checkpoints of another run."""
+        """Describe a run next to its checkpoints, or refuse checkpoints of another run."""
         file = folder / _RUN
         if last_checkpoint(folder) is None:
             if self.is_world_process_zero():
