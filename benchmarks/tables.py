@@ -40,7 +40,11 @@ def quality_table(model: str) -> Callable[[], str]:
     """Return the table of a model: one row per conversion and stage, one column per kind of data."""
 
     def table() -> str:
-        cell = language if model == "smollm2" else embedding
+        figures_of = language if model == "smollm2" else embedding
+
+        def cell(value: Row | str) -> str:
+            return value if isinstance(value, str) else figures_of(value)
+
         rows = []
         runs = runs_of(model)
         kinds = list(
@@ -55,7 +59,7 @@ def quality_table(model: str) -> Callable[[], str]:
                     [
                         left_in_place(row),
                         stage,
-                        *(cell(row[kind]) if kind in row else "" for kind in kinds),
+                        *(cell(row.get(kind, "")) for kind in kinds),
                     ]
                 )
         return lines_of(["in the norms' place", "distilled, steps × batch", *kinds], rows)
