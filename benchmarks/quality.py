@@ -272,7 +272,8 @@ def rows(subject: Subject, run: Run, stages: list[Row]) -> Iterator[Row]:
     for about in stages:
         if about["steps"]:
             batches = subject.fit(run.batch, about["seed"])
-            dynorm.distill_(model, batches, teacher=teacher, steps=run.steps, lr=run.lr)
+            report = dynorm.distill_(model, batches, teacher=teacher, steps=run.steps, lr=run.lr)
+            about = {**about, "kept": report.kept}
         seconds += time.process_time() - started
         yield {**about, "cpu_seconds": round(seconds), **measured(model, teacher, subject)}
         started = time.process_time()

@@ -53,6 +53,8 @@ def quality_table(model: str) -> Callable[[], str]:
         for run in runs:
             for steps, row in run.items():
                 stage = f"{steps:,} × {row['batch']}" if steps else "no training"
+                if not row.get("kept", True):
+                    stage += ", put back"
                 if row["seeds"] > 1:
                     stage += f", {row['seeds']} seeds"
                 rows.append(
