@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def minilm() -> Subject:
     return Subject(
         pretrained.model,
         make_batches(pretrained, ids[:256], 32, 0),
-        lambda batch, seed: make_batches(pretrained, ids, batch, seed),
+        partial(make_batches, pretrained, ids),
         held_out,
         EMBEDDING,
     )
@@ -175,7 +176,7 @@ def smollm2() -> Subject:
     return Subject(
         pretrained.model,
         make_batches(pretrained, ids[:24], 2, 0),
-        lambda batch, seed: make_batches(pretrained, ids, batch, seed),
+        partial(make_batches, pretrained, ids),
         held_out,
         LANGUAGE,
     )

@@ -186,8 +186,9 @@ def test_convert_model_refuses_what_is_not_a_recipe() -> None:
         dynorm.convert_model(model, rows(), recipe={"to": "dyt"})  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="witnesses"):
         dynorm.convert_model(model, rows(), witness=2)
+    a_class: Any = nn.Sequential
     with pytest.raises(ArgumentError, match=r"torch\.nn\.Module"):
-        dynorm.convert_model(nn.Sequential, rows())  # type: ignore[arg-type]
+        dynorm.convert_model(a_class, rows())
     assert isinstance(model.get_submodule("1"), nn.LayerNorm)
 
 

@@ -127,6 +127,9 @@ def test_a_run_resumes_from_its_checkpoint_and_another_models_is_refused(tmp_pat
     (tmp_path / "checkpoint-10" / "model.safetensors").write_bytes(b"")
     with pytest.raises(StorageError, match="checkpoint"):
         dynorm.distill_(nn.Sequential(converted()), batches(), **options)
+    (tmp_path / "run.json").write_text('{"steps": "a", "lr": 1}')
+    with pytest.raises(StorageError, match=r"come with run\.json"):
+        dynorm.distill_(nn.Sequential(converted()), batches(), **options)
 
 
 def test_after_an_error_layers_and_buffers_are_those_from_before() -> None:

@@ -14,7 +14,7 @@ from dynorm.files import require_writable
 from dynorm.jobs.convert import convert_pretrained
 from dynorm.jobs.inspect import inspect_pretrained
 from dynorm.jobs.job import JobOptions
-from dynorm.recipe import Recipe
+from dynorm.recipe import ENCODER, IMAGES, LANGUAGE, Recipe
 from dynorm.replace.options import REST, LayerOptions, Target
 
 # Arguments and options of several commands.
@@ -129,8 +129,8 @@ def convert(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Steps of distillation, 0 for none. Default: 500 for an encoder of texts, 360 for a "
-            "language model, 200 for a model of images."
+            help=f"Steps of distillation, 0 for none. Default: {ENCODER.steps} for an encoder of texts, "
+            f"{LANGUAGE.steps} for a language model, {IMAGES.steps} for a model of images."
         ),
     ] = Recipe.steps,
     held_out: Annotated[
@@ -144,7 +144,8 @@ def convert(
     batch: Annotated[
         int | None,
         typer.Option(
-            help="Batch size. Default: 16 texts, 1 block of a language model, or 4 images."
+            help=f"Batch size. Default: {ENCODER.batch} texts, {LANGUAGE.batch} block of a language "
+            f"model, or {IMAGES.batch} images."
         ),
     ] = Recipe.batch,
     witnesses: Annotated[

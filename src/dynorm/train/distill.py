@@ -238,17 +238,21 @@ def _restorable(model: nn.Module) -> Iterator[Callable[[], None]]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, nn.Parameter):
             weights[name] = tensor.detach().clone()
-    with unchanged_on_error(edited_parts(model), copies_of(model.buffers())) as put_layers_back:
 
-        def put_back() -> None:
-            put_layers_back()
-            model.load_state_dict(weights, strict=False)
+    def put_weights_back() -> None:
+        model.load_state_dict(weights, strict=False)
 
-        try:
+    try:
+        with unchanged_on_error(edited_parts(model), copies_of(model.buffers())) as put_layers_back:
+
+            def put_back() -> None:
+                put_layers_back()
+                put_weights_back()
+
             yield put_back
-        except BaseException:
-            put_back()
-            raise
+    except BaseException:
+        put_weights_back()
+        raise
 
 
 def _with_first(batches: Iterable[Batch], count: int) -> tuple[list[Batch], Iterator[Batch]]:

@@ -95,7 +95,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             return
         try:
             known = json.loads(file.read_text("utf-8"))
-            known = {name: known[name] for name in run}
+            known = {name: float(known[name]) for name in run}
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise StorageError(
                 f"a checkpoint must come with {_RUN}, which says of which run it is, but: {error}: remove "
