@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -41,33 +40,6 @@ class TestMonitor:
         assert found["beta/0"] == pytest.approx(4.0, rel=1e-5)
         assert found["drift/0"] == 1.0
 
-    @pytest.mark.parametrize(
-        ("fault", "advice"),
-        [("one rate", "schedule scale"), ("made before", "after convert_"), ("", "")],
-    )
-    def test_rates_that_leave_the_constants_behind(self, fault: str, advice: str) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), dynorm.DyISRU(4))
-        optimizer = torch.optim.SGD(dynorm.param_groups(model, lr=1e-3))
-        if fault == "made before":
-            optimizer = torch.optim.SGD(model[0].parameters(), lr=1e-3)
-        if fault == "one rate":
-            for group in optimizer.param_groups:
-                group["lr"] = 1e-3
-        other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
-        with (
-            dynorm.Monitor(model) as monitor,
-            warnings.catch_warnings(record=True) as seen,
-        ):
-            warnings.simplefilter("always")
-            for _ in range(2):
-                model(torch.randn(8, 4)).sum().backward()
-                optimizer.step()
-                other.step()
-                monitor.read()
-            pickle.loads(pickle.dumps(model))
-        assert [advice in str(warning.message) for warning in seen] == [True] * bool(fault)
-
     @pytest.mark.filterwarnings("ignore:the layer '' saturates")
     def test_drift_is_from_the_start_and_figures_are_since_the_last_call(self) -> None:
         layer = dynorm.DyISRU(4)
@@ -77,6 +49,7 @@ class TestMonitor:
                 for value in inputs:
                     layer(torch.full((2, 4), value))
                 found = monitor.read()
+            pickle.loads(pickle.dumps(layer))
             assert found == pytest.approx(
                 {"saturated/": 1.0, "size/": 10.0, "beta/": 8.0, "drift/": 2.0}, rel=1e-5
             )
@@ -95,8 +68,8 @@ class TestMonitor:
         ("first", "beta", "remedy"),
         [
             (100.0, 4.0, r"size 100, and sqrt\(beta\) is 2\. .*init_from_batch_"),
-            (2.0, 4.0, r"50-fold, and sqrt\(beta\) 1-fold: lower the learning rate"),
-            (4.0, 400.0, r"25-fold, and sqrt\(beta\) 10-fold: lower the learning rate"),
+            (2.0, 4.0, r"50-fold, and sqrt\(beta\) 1-fold: .*param_groups, lower"),
+            (4.0, 400.0, r"25-fold, and sqrt\(beta\) 10-fold: .*param_groups, lower"),
         ],
     )
     def test_it_warns_once_and_names_the_remedy_that_fits(
@@ -159,10 +132,7 @@ class TestCallback:
         monitor = callbacks.MonitorCallback()
         trainer = transformers.Trainer(Net(), arguments, train_dataset=data, callbacks=[monitor])
         kind = dynorm.errors.CalibrationWarning
-        with (
-            pytest.warns(kind, match="same learning rate"),
-            pytest.warns(kind, match="'norm' saturates"),
-        ):
+        with pytest.warns(kind, match="'norm' saturates"):
             trainer.train()
         names = {f"{name}/norm" for name in ("saturated", "size", "beta", "drift")}
         entries = [entry for entry in trainer.state.log_history if "loss" in entry]
