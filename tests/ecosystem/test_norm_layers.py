@@ -1,4 +1,4 @@
-"""The layers under the names and signatures of other libraries: timm and x-transformers."""
+"""The layers under the names and signatures of timm."""
 
 from __future__ import annotations
 
@@ -60,15 +60,3 @@ def test_timm_builds_models_without_norms(
     kinds = {type(module) for module in built.modules()}
     assert nn.LayerNorm not in kinds
     assert {dynorm.DyISRU, dynorm.DyT} & kinds
-
-
-@pytest.mark.parametrize(("other", "layer"), [("DynamicTanh", "DyT"), ("Derf", "Derf")])
-def test_layers_of_x_transformers_load(other: str, layer: str) -> None:
-    library = pytest.importorskip("x_transformers.x_transformers")
-    saved = getattr(library, other)(8)
-    for parameter in saved.parameters():
-        nn.init.normal_(parameter)
-    loaded = getattr(dynorm, layer)(8, scale=1)
-    loaded.load_state_dict(saved.state_dict())
-    x = torch.randn(3, 8)
-    assert_close(loaded(x), saved(x))

@@ -93,32 +93,6 @@ def test_official_checkpoints_load(cls: Any, dim: int) -> None:
     assert_close(layer(x), f * saved["weight"].view(shape) + saved["bias"].view(shape))
 
 
-# The names of LigerDyT, and of DynamicTanh and Derf in x-transformers, whose constants have no dimension.
-OTHER_NAMES: list[tuple[Any, dict[str, str], tuple[int, ...]]] = [
-    (DyT, {"alpha": "alpha", "weight": "gamma", "bias": "beta"}, (1,)),
-    (DyT, {"alpha": "alpha", "weight": "gamma"}, (1,)),
-    (DyT, {"alpha": "pre_tanh_scale", "weight": "gamma", "bias": "beta"}, ()),
-    (Derf, {"alpha": "alpha", "shift": "s", "weight": "gamma", "bias": "beta"}, ()),
-]
-
-
-@pytest.mark.parametrize(("cls", "names", "shape"), OTHER_NAMES)
-def test_checkpoints_of_other_libraries_load(
-    cls: Any, names: dict[str, str], shape: tuple[int, ...]
-) -> None:
-    layer = build(cls, 6, scale=1, bias="bias" in names)
-    saved = {}
-    for own, other in names.items():
-        value = layer.get_parameter(own).detach().clone()
-        saved[f"norm.{other}"] = value if own in ("weight", "bias") else value.reshape(shape)
-    model = nn.ModuleDict({"norm": cls(6, scale=1, bias="bias" in names)})
-    model.load_state_dict(saved)
-    assert_same(layer, model["norm"])
-    assert len(saved) == len(names)
-    with pytest.raises(RuntimeError, match=r"norm\.gamma.*scale 1.*scale=1"):
-        nn.ModuleDict({"norm": cls(6, bias="bias" in names)}).load_state_dict(saved)
-
-
 @with_options
 def test_meta_device(kind: type[PointwiseNorm], options: dict[str, Any]) -> None:
     with torch.device("meta"):

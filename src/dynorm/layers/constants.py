@@ -1,15 +1,12 @@
 """The two kinds of constants: beta, kept as its logarithm, and alpha, a factor of x."""
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from dynorm.arguments import upcast
 from dynorm.layers.pointwise import PointwiseNorm
-
-# Names of parameters in Liger's LigerDyT, and in DynamicTanh and Derf of x-transformers.
-_OTHER_NAMES = {"gamma": "weight", "beta": "bias", "pre_tanh_scale": "alpha", "s": "shift"}
 
 
 class LogBetaNorm(PointwiseNorm):
@@ -59,22 +56,3 @@ class AlphaNorm(PointwiseNorm):
         if self.scale == 1:
             return {"alpha": 0.5}
         return {"alpha": math.sqrt(self.slope_ratio) / abs(self.scale)}
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for other, own in _OTHER_NAMES.items():
-            value = state_dict.get(prefix + other)
-            if value is None or prefix + own in state_dict:
-                continue
-            if self.scale != 1:
-                errors: list[str] = args[-1]
-                errors.append(
-                    f"{prefix}{other} belongs to a layer of scale 1, but this one has "
-                    f"{self.scale:g}: build it with scale=1"
-                )
-            state_dict[prefix + own] = state_dict.pop(prefix + other)
-        # x-transformers keeps constants without a dimension.
-        for name in self.constants:
-            value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor) and value.ndim == 0:
-                state_dict[prefix + name] = value.reshape(1)
-        super()._load_from_state_dict(state_dict, prefix, *args)
