@@ -72,30 +72,30 @@ __all__ = [
 ]
 
 # A program that only trains with the layers uses none of these: imported at their first use.
-_ROOMS = ("find", "fit", "fold", "hub", "jobs", "recipe", "replace", "report", "train")
 _PLACES = {
-    "AnnealSchedule": "dynorm.train",
-    "AnnealStart": "dynorm.train",
-    "Monitor": "dynorm.train",
-    "Recipe": "dynorm.recipe",
-    "calibrate_": "dynorm.fit",
-    "compile_options": "dynorm.kernels.fused",
-    "convert_": "dynorm.replace",
-    "convert_model": "dynorm.jobs.convert_model",
-    "distill_": "dynorm.train",
-    "finalize_": "dynorm.train",
-    "find_norms": "dynorm.find",
-    "fold_": "dynorm.fold",
-    "init_as_published_": "dynorm.fit",
-    "init_from_batch_": "dynorm.fit",
-    "inspect_norms": "dynorm.report",
-    "load": "dynorm.hub",
-    "measure": "dynorm.report",
-    "refine_": "dynorm.fit",
-    "restore_": "dynorm.replace",
-    "save": "dynorm.hub",
-    "set_anneal_": "dynorm.train",
+    "AnnealSchedule": "train",
+    "AnnealStart": "train",
+    "Monitor": "train",
+    "Recipe": "recipe",
+    "calibrate_": "fit",
+    "compile_options": "kernels.fused",
+    "convert_": "replace",
+    "convert_model": "jobs.convert_model",
+    "distill_": "train",
+    "finalize_": "train",
+    "find_norms": "find",
+    "fold_": "fold",
+    "init_as_published_": "fit",
+    "init_from_batch_": "fit",
+    "inspect_norms": "report",
+    "load": "hub",
+    "measure": "report",
+    "refine_": "fit",
+    "restore_": "replace",
+    "save": "hub",
+    "set_anneal_": "train",
 }
+_ROOMS = {place.split(".")[0] for place in _PLACES.values()}
 
 
 def __dir__() -> list[str]:
@@ -103,21 +103,14 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a room at its first use; name the verb that changes its model, or the module of a name."""
+    """Import a room, or the place of a name, at its first use."""
     if name in _ROOMS:
         return import_module(f"dynorm.{name}")
-    if name in _PLACES:
-        value = getattr(import_module(_PLACES[name]), name)
-        globals()[name] = value
-        return value
-    message = f"module {__name__!r} has no attribute {name!r}"
-    if f"{name}_" in __all__:
-        message += f": call dynorm.{name}_, which changes the model"
-    for place in ("errors", "layers", "report"):
-        module = import_module(f"dynorm.{place}")
-        if isinstance(getattr(module, name, None), type):
-            message += f": it is {module.__name__}.{name}"
-    raise AttributeError(message)
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"dynorm.{_PLACES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 # `import dynorm` must not import transformers, but its from_pretrained must know converted models
