@@ -24,7 +24,6 @@ from dynorm.functional import center, dyisru, dyisru_general, mean_square, rms
 
 __all__ = [
     "channel_beta",
-    "closed_form_beta",
     "derf_alpha",
     "layer_norm_as_dyisru",
     "layer_norm_derivative",
@@ -35,7 +34,6 @@ __all__ = [
     "leave_one_out_variance",
     "own_betas",
     "rms_norm_as_dyisru",
-    "rms_norm_by_witnesses",
     "scaled_dyt_alpha",
     "token_deviation",
     "token_moment",
@@ -200,50 +198,6 @@ def rms_norm_as_dyisru(x: Tensor, eps: float = 0.0) -> Tensor:
     z, _ = resolve(x, -1)
     scale = math.sqrt(z.shape[-1])
     return dyisru(z, leave_one_out_square_sum(z, eps), scale=scale).to(x.dtype)
-
-
-def rms_norm_by_witnesses(x: Tensor, eps: float = 0.0) -> Tensor:
-    r"""Evaluate RMSNorm as a DyISRU with every channel as a witness of gain 1.
-
-    .. math:: \mathrm{RMSNorm}(x)_i = \sqrt{C}
-        \frac{x_i}{\sqrt{C \varepsilon + \sum_{k \neq i} x_k^2 + x_i^2}}
-
-    The result is that of :func:`rms_norm_as_dyisru`; the work grows with the square of C.
-
-    Example:
-        >>> rms_norm_by_witnesses(torch.tensor([1.0, 7.0]))
-        tensor([0.2000, 1.4000])
-    """
-    z, _ = resolve(x, -1)
-    check_not_negative("eps", eps)
-    channels = z.shape[-1]
-    # A tensor: a float must be positive, but beta is 0 without eps.
-    beta = torch.full((1,), eps * channels, dtype=z.dtype, device=z.device)
-    every = torch.arange(channels, device=z.device)
-    return dyisru(z, beta, scale=math.sqrt(channels), witnesses=every).to(x.dtype)
-
-
-def closed_form_beta(variance: FloatOrTensor, channels: int) -> FloatOrTensor:
-    r"""Return the beta to start from, for activations of a known size.
-
-    .. math:: b_0 = C \sigma^2
-
-    This is eq. 14 for many channels of like size. With the scale sqrt(C) the slope at 0 is 1 /
-    sigma. The variance is that of a site's activations, or their mean of squares where the norm
-    does not centre: a float that is not negative, or a tensor of any shape; the result is of the
-    same kind.
-
-    Example:
-        >>> closed_form_beta(0.25, 384)
-        96.0
-    """
-    if not isinstance(variance, Tensor):
-        check_not_negative("variance", variance)
-    if channels < 1:
-        raise ArgumentError(
-            f"channels must be at least 1, got {channels}: give the number of channels"
-        )
-    return variance * channels
 
 
 def scaled_dyt_alpha(beta: FloatOrTensor) -> FloatOrTensor:

@@ -5,7 +5,9 @@ Witness channels are between DyISRU, which has none, and RMSNorm, which uses all
 
 import math
 
+import torch
 from sympy import Eq, Ge, Gt, Integer, Ne, Rational, exp, log, sqrt
+from torch import Tensor
 
 from dynorm.functional import center, dyisru, dyisru_general, rms_norm
 from dynorm.paper.proof.statement import OURS, Statement
@@ -36,13 +38,11 @@ from dynorm.paper.proof.vocabulary import (
 )
 from dynorm.theory import (
     channel_beta,
-    closed_form_beta,
     layer_norm_as_dyisru,
     leave_one_out_beta,
     leave_one_out_mean,
     leave_one_out_variance,
     rms_norm_as_dyisru,
-    rms_norm_by_witnesses,
 )
 
 
@@ -184,9 +184,17 @@ def closed_form_3() -> Statement:
     statement.compare(RMS_i, lambda x, _: rms_norm_as_dyisru(x))
     statement.compare(x_i / sqrt(MS), lambda x, _: rms_norm(x, eps=0.0))
     statement.compare(x_i / sqrt(MS + eps), lambda x, at: rms_norm_as_dyisru(x, at.eps))
-    statement.compare(x_i / sqrt(MS + eps), lambda x, at: rms_norm_by_witnesses(x, at.eps))
-    statement.compare(centered, lambda x, at: rms_norm_by_witnesses(center(x), at.eps))
+    statement.compare(x_i / sqrt(MS + eps), lambda x, at: _by_witnesses(x, at.eps))
+    statement.compare(centered, lambda x, at: _by_witnesses(center(x), at.eps))
     return statement
+
+
+def _by_witnesses(x: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm as a DyISRU with every channel as a witness of gain 1."""
+    channels = x.shape[-1]
+    # A tensor: a float must be positive, but beta is 0 without eps.
+    beta = torch.full((1,), eps * channels, dtype=x.dtype)
+    return dyisru(x, beta, scale=math.sqrt(channels), witnesses=torch.arange(channels))
 
 
 def closed_form_4() -> Statement:
@@ -268,7 +276,7 @@ def closed_form_5() -> Statement:
     )
     statement.compare(
         sqrt(C) * x_i / sqrt(C * sigma**2 + x_i**2),
-        lambda x, at: dyisru(x, closed_form_beta(at.sigma**2, at.C), scale=math.sqrt(at.C)),
+        lambda x, at: dyisru(x, at.C * at.sigma**2, scale=math.sqrt(at.C)),
     )
     return statement
 
