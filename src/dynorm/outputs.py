@@ -61,7 +61,7 @@ def require_floating(tensor: object) -> Tensor:
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise DataError(
             f"the output must hold a floating point tensor to compare, got {got}: let "
-            "the model return one, or pass output= to measure"
+            "the model return one"
         )
     if tensor.ndim == 0:
         return tensor.reshape(1, 1)

@@ -11,12 +11,10 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from dynorm.errors import DataError
 from dynorm.outputs import output_tensor, sample_vectors
-from dynorm.report import measure
 from dynorm.report.conversion import compare
 from dynorm.report.output import average_ranks, pairs_alike, spearman
-from tests.report.cases import bert, converted, gpt, text_batches, toy, toy_batches
+from tests.report.cases import bert, gpt, text_batches, toy, toy_batches
 
 
 def moved(model: nn.Module) -> nn.Module:
@@ -107,15 +105,6 @@ def test_other_outputs_are_compared_as_vectors() -> None:
     assert out.cosine_mean == pytest.approx(float(cosines.mean()), abs=1e-6)
     assert out.error == pytest.approx(float(error), rel=1e-5)
     assert compare(model, original, [x[:1]]).error is None
-
-
-def test_output_chooses_the_tensor() -> None:
-    original, batches = bert(), text_batches(2)
-    model = converted(original, batches)
-    pooled = measure(model, batches, original=original, output=lambda out: out.pooler_output)
-    assert (pooled.output.kind, pooled.output.samples) == ("tensor", 10)
-    with pytest.raises(DataError, match="output="):
-        measure(model, batches, original=original, output=lambda out: "text")
 
 
 def test_outputs_that_are_zero_in_both_models_are_the_same() -> None:

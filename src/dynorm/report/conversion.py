@@ -2,9 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +27,19 @@ def measure(
     *,
     original: nn.Module,
     sites: Sequence[NormSite] | None = None,
-    output: Callable[[Any], Tensor] | None = None,
     meta: Mapping[str, object] | None = None,
 ) -> ModelReport:
     """Measure the loss of a converted model, on batches that its constants were not fitted on.
 
     Each batch is run once through the original and once through the converted model. Memory is that
     of one batch; for an encoder the sentence embeddings are kept.
+
+    Of the output the ``logits`` are compared, else the ``last_hidden_state``, else the first tensor. A
+    ``last_hidden_state`` (B, T, D), or any tensor of that shape if the batch has a mask, is compared as
+    sentence embeddings; if the batch has ``pixel_values``, by its class token, pooled or first. Logits of
+    each of ``input_ids`` are compared as a language model's if the original generates
+    (``can_generate()`` of transformers). Everything else is compared as one vector per sample.
+
     Padding is left out as in :func:`calibrate_`. The models are run in eval mode, without gradient;
     they, their buffers and random states are afterwards as they were. The report covers this
     process only.
@@ -46,13 +51,6 @@ def measure(
             loaded again.
         sites: the norms of the original that :func:`find_norms` returned; None finds them with the
             first batch.
-        output: a function that takes the model's output and returns the tensor to compare. If
-            None, the ``logits`` are compared, else the ``last_hidden_state``, else the first
-            tensor. A ``last_hidden_state`` (B, T, D), or any tensor of that shape if the batch has
-            a mask, is compared as sentence embeddings; if the batch has ``pixel_values``, by its
-            class token, pooled or first. Logits of each of ``input_ids`` are compared as a language
-            model's if the original generates (``can_generate()`` of transformers). Everything else
-            is compared as one vector per sample.
         meta: facts to show with the figures, such as recipe and seeds.
 
     Returns:
@@ -86,7 +84,7 @@ def measure(
     if default:
         facts["default_constants"] = len(default)
     paired, left = _paired(layers, original, sites)
-    comparison = OutputComparison(original, output)
+    comparison = OutputComparison(original)
     with undisturbed(nn.ModuleList([model, original]), evaluate=True):
         for batch in remaining:
             with _watched(paired, batch):

@@ -1,7 +1,7 @@
 """How far apart the outputs of two models are: embeddings, next-token losses, or tensors."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from dynorm.batches import Batch, call, token_masks
 from dynorm.errors import DataError
 from dynorm.guard import undisturbed
-from dynorm.outputs import output_tensor, predicted_ids, require_floating, sample_vectors, unpadded
+from dynorm.outputs import output_tensor, predicted_ids, sample_vectors, unpadded
 from dynorm.plain import JsonObject
 
 Kind = Literal["encoder", "language", "tensor"]
@@ -72,14 +72,10 @@ class OutputReport:
 
 
 class OutputComparison:
-    """Compares two models' outputs batch by batch; for an encoder, all embeddings are kept.
+    """Compares two models' outputs batch by batch; for an encoder, all embeddings are kept."""
 
-    ``pick`` returns the tensor to compare; None takes that of :func:`output_tensor`.
-    """
-
-    def __init__(self, original: nn.Module, pick: Callable[[Any], Tensor] | None = None) -> None:
+    def __init__(self, original: nn.Module) -> None:
         self._original = original
-        self._pick = pick
         self.kind: Kind | None = None
         self.batches = 0
         self._kept: list[tuple[Tensor, Tensor]] = []
@@ -95,8 +91,8 @@ class OutputComparison:
 
     def add(self, batch: Batch, original: object, now: object) -> None:
         """Add a batch with the outputs of both models."""
-        name, before = self._named_tensor(original, batch)
-        _, after = self._named_tensor(now, batch)
+        name, before = output_tensor(original, batch)
+        _, after = output_tensor(now, batch)
         after = after.to(before.device)
         if before.shape != after.shape:
             shapes = f"{tuple(before.shape)} and {tuple(after.shape)}"
@@ -156,11 +152,6 @@ class OutputComparison:
             figures["kl_worst"] = float(predicted[:, _PREDICTED.index("kl")].max())
             figures["loss_difference"] = figures["loss_now"] - figures["loss_original"]
         return OutputReport(kind, len(cosines), float(cosines.mean()), float(least), **figures)
-
-    def _named_tensor(self, output: Any, batch: Batch) -> tuple[str | None, Tensor]:
-        if self._pick is None:
-            return output_tensor(output, batch)
-        return None, require_floating(self._pick(output))
 
     def _kind(self, batch: Batch, name: str | None, tensor: Tensor) -> Kind:
         if name == "logits":
