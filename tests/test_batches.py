@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dynorm.batches import call, cycled, iterate, token_masks, valid_tokens
 from dynorm.errors import DataError
+from dynorm.find import find_norms
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
 
@@ -69,6 +70,8 @@ def test_a_copy_requires_a_gradient_if_the_tensor_does() -> None:
 def test_what_a_model_raises_is_an_error_of_the_data() -> None:
     with pytest.raises(DataError, match=r"batch.*TypeError.*unexpected keyword"):
         call(nn.Linear(2, 2), {"x": torch.ones(2)})
+    with pytest.raises(DataError, match="leave labels out"):
+        find_norms(nn.Linear(2, 2), (torch.ones(2), torch.ones(2)))
 
 
 def test_batches_are_read_once_and_one_at_a_time() -> None:

@@ -1,13 +1,15 @@
 """``fold_``: exact algebra on a model's own graph."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
 
 from dynorm.arguments import check_not_negative
 from dynorm.batches import Inputs, example_arguments
-from dynorm.errors import DynormError, ModelError
+from dynorm.errors import ArgumentError, DynormError, ModelError
 from dynorm.find import find_norms
 from dynorm.fold.apply import applied
 from dynorm.fold.check import Check
@@ -75,7 +77,8 @@ def fold_(
         the sites as they are now.
 
     Raises:
-        ArgumentError: ``tolerance`` is negative, or a site or path is not of this model.
+        ArgumentError: ``tolerance`` is negative, a site or path is not of this model, or a keyword is
+            neither an option nor an argument of the model.
         ModelError: the model has no norm, cannot be traced, is in training mode, quantized,
             sharded, compiled, wrapped or on the meta device; its outputs are opaque, too coarse to
             be checked, or changed; or its code raised. It is then as it was.
@@ -100,6 +103,7 @@ def fold_(
     if tolerance is not None:
         check_not_negative("tolerance", tolerance)
     require_foldable(model)
+    _require_no_misspelt_option(model, kwargs)
     example = example_arguments(model, args, kwargs)
     options = Options(affine=True, center=center, add_bias=add_bias, untie=untie)
     return folded(model, [example], sites, paths, options, tolerance)
@@ -166,6 +170,18 @@ def traced(
         # A norm that cannot be folded is traced as it is.
         norms = {i: fold.module for i, fold in enumerate(folds) if fold.refused is None}
         return Graph(model, norms, example, ties), folds
+
+
+def _require_no_misspelt_option(model: nn.Module, kwargs: Iterable[str]) -> None:
+    """Refuse a keyword that resembles an option of ``fold_``, unless the model's forward names it."""
+    options = list(signature(fold_).parameters)
+    for name in kwargs:
+        near = get_close_matches(name, options, 1, cutoff=0.8)
+        if near and name not in signature(model.forward).parameters:
+            raise ArgumentError(
+                f"every keyword must be an option of fold_ or an argument of the model, got {name!r}: do "
+                f"you mean {near[0]!r}?"
+            )
 
 
 def require_foldable(model: nn.Module) -> None:
