@@ -291,17 +291,17 @@ def test_all_lists_the_public_functions() -> None:
     }
 
 
-def test_the_moment_and_deviation_of_a_token() -> None:
+def test_the_numerator_and_the_exact_beta_of_a_norm() -> None:
     x = 3 + 2 * torch.randn(5, 7, 64, dtype=torch.float64)
-    variance = x.var(-1, correction=0)
-    assert_close(theory.token_moment(x, "layernorm"), variance)
-    assert_close(theory.token_moment(x, "rmsnorm"), torch.linalg.vector_norm(x, dim=-1) ** 2 / 64)
-    assert theory.token_moment(x, "layernorm", keepdim=True).shape == (5, 7, 1)
-    core = theory.token_deviation(x, "layernorm") / variance[..., None].sqrt()
-    assert_close(core, torch.nn.functional.layer_norm(x, (64,), eps=0.0))
-    assert torch.equal(theory.token_deviation(x, "rmsnorm"), x)
-
-
-def test_the_moment_of_equal_values_is_zero_about_their_mean() -> None:
-    x = torch.full((2, 8), 1e4, dtype=torch.float64)
-    assert theory.token_moment(x, "layernorm").tolist() == [0.0, 0.0]
+    for kind, norm in (("layernorm", F.layer_norm), ("rmsnorm", F.rms_norm)):
+        numerator = theory.norm_numerator(x, kind)
+        assert_close(numerator / F.rms(numerator, keepdim=True), norm(x, eps=0.0))
+    assert torch.equal(theory.norm_numerator(x, "rmsnorm"), x)
+    equal = torch.full((2, 8), 1e4, dtype=torch.float64)
+    assert not theory.norm_numerator(equal, "layernorm").any()
+    assert torch.equal(
+        theory.exact_beta(x, "layernorm", 1e-5), theory.leave_one_out_beta(x, eps=1e-5)
+    )
+    assert torch.equal(
+        theory.exact_beta(x, "rmsnorm", 1e-5), theory.leave_one_out_square_sum(x, eps=1e-5)
+    )

@@ -25,6 +25,7 @@ from dynorm.functional import center, dyisru, dyisru_general, mean_square, rms
 __all__ = [
     "channel_beta",
     "derf_alpha",
+    "exact_beta",
     "layer_norm_as_dyisru",
     "layer_norm_derivative",
     "layer_norm_slope_factor",
@@ -32,11 +33,9 @@ __all__ = [
     "leave_one_out_mean",
     "leave_one_out_square_sum",
     "leave_one_out_variance",
-    "own_betas",
+    "norm_numerator",
     "rms_norm_as_dyisru",
     "scaled_dyt_alpha",
-    "token_deviation",
-    "token_moment",
 ]
 
 FloatOrTensor = TypeVar("FloatOrTensor", float, Tensor)
@@ -168,6 +167,34 @@ def leave_one_out_square_sum(x: Tensor, eps: float = 0.0) -> Tensor:
     return (rest + (peak - squares) + channels * eps).to(x.dtype)
 
 
+def exact_beta(x: Tensor, kind: str, eps: float = 0.0) -> Tensor:
+    """Return each channel's beta that makes DyISRU the norm: that of a "layernorm" or an "rmsnorm".
+
+    It is :func:`leave_one_out_beta` or :func:`leave_one_out_square_sum`.
+
+    Example:
+        >>> exact_beta(torch.tensor([1.0, 2.0, 3.0]), "rmsnorm")
+        tensor([13., 10.,  5.])
+    """
+    if kind == "layernorm":
+        return leave_one_out_beta(x, eps=eps)
+    return leave_one_out_square_sum(x, eps=eps)
+
+
+def norm_numerator(x: Tensor, kind: str) -> Tensor:
+    r"""Return the numerator of a norm: :math:`x - \mu` of a "layernorm", x of an "rmsnorm".
+
+    The norm divides it by the root of its mean square plus eps.
+
+    Example:
+        >>> norm_numerator(torch.tensor([1.0, 2.0, 6.0]), "layernorm")
+        tensor([-2., -1.,  3.])
+    """
+    if kind == "layernorm":
+        return center(x)
+    return x
+
+
 def layer_norm_as_dyisru(x: Tensor, eps: float = 0.0) -> Tensor:
     r"""Evaluate LayerNorm as a DyISRU with a centre and beta per channel (eq. 13 and 14).
 
@@ -270,48 +297,6 @@ def _count_at_least_two(z: Tensor) -> int:
             f"{tuple(z.shape)}: move the channels to the last axis"
         )
     return channels
-
-
-def own_betas(x: Tensor, kind: str, eps: float) -> Tensor:
-    """Return each value's beta that makes DyISRU the norm of tokens (tokens, C).
-
-    These are the closed forms 2 and 3.
-    """
-    if kind == "layernorm":
-        return leave_one_out_beta(x, eps=eps)
-    return leave_one_out_square_sum(x, eps=eps)
-
-
-def token_deviation(x: Tensor, kind: str) -> Tensor:
-    r"""Return the numerator of a norm of tokens (..., C).
-
-    It is :math:`x - \mu` for a LayerNorm, x for an RMSNorm.
-
-    Example:
-        >>> token_deviation(torch.tensor([1.0, 2.0, 6.0]), "layernorm")
-        tensor([-2., -1.,  3.])
-    """
-    if kind == "layernorm":
-        return x - x.mean(-1, keepdim=True)
-    return x
-
-
-def token_moment(x: Tensor, kind: str, keepdim: bool = False) -> Tensor:
-    r"""Return the mean square of each token (..., C), about its mean for a LayerNorm.
-
-    .. math:: \frac{1}{C} \sum_k (x_k - \mu)^2 \quad \text{of a LayerNorm,} \qquad
-        \frac{1}{C} \sum_k x_k^2 \quad \text{of an RMSNorm}
-
-    ``kind`` is "layernorm" or "rmsnorm". The norm divides by the root of this, after it has added
-    eps.
-
-    Example:
-        >>> token_moment(torch.tensor([[1.0, 2.0, 6.0], [3.0, 3.0, 3.0]]), "layernorm")
-        tensor([4.6667, 0.0000])
-        >>> token_moment(torch.tensor([[1.0, 2.0, 6.0], [3.0, 3.0, 3.0]]), "rmsnorm")
-        tensor([13.6667,  9.0000])
-    """
-    return token_deviation(x, kind).square().mean(-1, keepdim=keepdim)
 
 
 def _over_root(numerator: float, beta: FloatOrTensor) -> FloatOrTensor:

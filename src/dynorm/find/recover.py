@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.find.tokens import CannotProbeError, TokenFunction, named_tensors, plain_copy
+from dynorm.functional import mean_square, rms
 from dynorm.site import NormSite
-from dynorm.theory import token_deviation, token_moment
+from dynorm.theory import norm_numerator
 
 # Relative errors that rounding may leave: in float64 a module may still compute in float32 inside.
 TOLERANCE = 1e-4
@@ -47,8 +48,8 @@ class Formula:
 
 def core(tokens: Tensor, kind: str, eps: float = 0.0) -> Tensor:
     """Return the norm without its affine part, over the last axis."""
-    moment = token_moment(tokens, kind, keepdim=True)
-    return token_deviation(tokens, kind) / (moment + eps).sqrt()
+    numerator = norm_numerator(tokens, kind)
+    return numerator / rms(numerator, eps=eps, keepdim=True)
 
 
 def candidate_axes(module: nn.Module, shape: tuple[int, ...]) -> list[int]:
@@ -305,8 +306,9 @@ def _shown_eps(function: TokenFunction, formula: Formula) -> float:
     last = 13 if function.dtype == torch.float16 else 51
     for exponent in range(1, last, 3):
         tokens = (unit * 2.0**-exponent).to(function.dtype).double()
-        squares = token_moment(tokens, formula.kind)
-        scaled = formula.weight * token_deviation(tokens, formula.kind)
+        numerator = norm_numerator(tokens, formula.kind)
+        squares = mean_square(numerator)
+        scaled = formula.weight * numerator
         odd, _ = function.odd_and_even(tokens)
         q = (odd * scaled).sum(-1) / scaled.square().sum(-1)
         square = float(squares.median())

@@ -14,7 +14,7 @@ from dynorm import functional
 from dynorm.fit.witnesses import DEAD, TokenScales, Witnesses
 from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
 from dynorm.replace.converted import Replaced
-from dynorm.theory import own_betas
+from dynorm.theory import exact_beta
 
 # Candidates for beta, in units of the first estimate: from a tenth, where all but the smallest
 # values saturate, to a thousand, where the function is a straight line.
@@ -188,11 +188,11 @@ class SiteFit:
         logarithms = x.new_zeros(x.shape[1], dtype=torch.float64)
         count = 0
         for chunk in self._chunks(x):
-            largest = own_betas(chunk, self.kind, 0.0).amax(1)
+            largest = exact_beta(chunk, self.kind).amax(1)
             alive = chunk[largest > DEAD * chunk.square().sum(1)]
             if not len(alive):
                 continue
-            beta = own_betas(alive, self.kind, self.eps)
+            beta = exact_beta(alive, self.kind, self.eps)
             # Without eps, the only channel of a token that is not 0 has a beta of 0.
             beta = beta.clamp_min(DEAD * beta.amax(1, keepdim=True))
             logarithms += beta.log().sum(0, dtype=torch.float64)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dynorm.fit.nonnegative import Array, nonnegative_least_squares
-from dynorm.theory import token_moment
+from dynorm.functional import mean_square
+from dynorm.theory import norm_numerator
 
 # The number of channels to choose from: those whose share of the token's sum varies most.
 _CANDIDATES = 64
@@ -193,7 +194,7 @@ class TokenScales:
         """Yield the tokens that have a spread over their channels, and the norm's sums of these, (tokens, 1)."""
         for chunk in torch.split(u, max(1, _CHUNK // u.shape[1])):
             tokens = chunk.double()
-            moment = token_moment(tokens, self._kind)
+            moment = mean_square(norm_numerator(tokens, self._kind))
             alive = moment > DEAD * tokens.square().mean(1)
             total = u.shape[1] * (moment[alive, None] + self._eps)
             if len(total):

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from dynorm.batches import Batch, iterate
 from dynorm.errors import ModelError, listed
 from dynorm.fit.witnesses import TokenScales
+from dynorm.functional import rms
 from dynorm.guard import require_plain_model, undisturbed
 from dynorm.replace.original import run_norms
 from dynorm.report.curves import Picture, Reservoir
 from dynorm.report.inspection_report import InspectedSite, InspectionReport
 from dynorm.report.sites import SiteStats, reached_sites, with_sites
 from dynorm.site import NormSite
-from dynorm.theory import token_deviation, token_moment
+from dynorm.theory import norm_numerator
 
 # How many values of a site are kept to fit curves to, and how many of its tokens' largest ones.
 _KEPT = 20_000
@@ -116,9 +117,9 @@ class NormStats(SiteStats):
         if not len(x):
             return
         tiny = torch.finfo(x.dtype).tiny
-        moment = token_moment(x, self.site.kind) + self.site.eps
-        sigma = moment.sqrt().clamp_min(tiny)
-        y = token_deviation(x, self.site.kind) / sigma[:, None]
+        numerator = norm_numerator(x, self.site.kind)
+        sigma = rms(numerator, eps=self.site.eps).clamp_min(tiny)
+        y = numerator / sigma[:, None]
         place = y.abs().argmax(-1, keepdim=True)
         self._values.add(x, y)
         self._outliers.add(x.gather(-1, place), y.gather(-1, place))

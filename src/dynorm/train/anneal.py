@@ -16,7 +16,7 @@ from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm
 from dynorm.replace.converted import dynorm_layers, replaced_by
 from dynorm.replace.swap import swap_, take_over_
-from dynorm.theory import own_betas
+from dynorm.theory import exact_beta
 
 
 def annealed_layers(model: nn.Module) -> dict[str, AnnealedNorm]:
@@ -280,7 +280,7 @@ class AnnealStart:
             return
         with torch.no_grad():
             x = site_tokens(layer, args[0].detach(), self._masks).double()
-            beta = own_betas(x, layer.kind, layer.norm_eps)
+            beta = exact_beta(x, layer.kind, layer.norm_eps)
             # It is 0 if all other channels are equal and eps is 0: any constant fits then.
             is_known = beta != 0
             logarithms = beta.where(is_known, 1.0).log()
