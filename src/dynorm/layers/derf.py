@@ -13,8 +13,7 @@ class Derf(AlphaNorm):
     r"""Dynamic erf: ``y = weight * scale * erf(alpha * x + shift) + bias``.
 
     ``scale`` is sqrt(C) by default, as for :class:`DyISRU`; ``scale=1`` is the published form, whose
-    checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged, and so do those with the
-    names of ``Derf`` in x-transformers (``s``, ``gamma``, ``beta``).
+    checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged.
 
     At first the slope at 0 is 1, as for :class:`DyISRU`, and alpha is 0.5 in the published form.
     Shapes, dtypes and all arguments are those of :class:`DyISRU`.

@@ -12,8 +12,7 @@ class DyT(AlphaNorm):
 
     It is LayerNorm with its slope factor F(x) held constant. ``scale`` is sqrt(C) by default, as
     for :class:`DyISRU`; ``scale=1`` is the published form, whose checkpoints (``alpha``,
-    ``weight``, ``bias``) load unchanged, and so do those with the names of Liger's ``LigerDyT``
-    (``gamma``, ``beta``) and of ``DynamicTanh`` in x-transformers (``pre_tanh_scale``).
+    ``weight``, ``bias``) load unchanged.
 
     At first the slope at 0 is 1, as for :class:`DyISRU`, and alpha is 0.5 in the published form;
     ``nn.init.constant_(layer.alpha, 0.8)`` sets another.
