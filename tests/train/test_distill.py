@@ -96,6 +96,15 @@ class BreakAtTheEnd(TrainerCallback):
         next(model.parameters()).data.fill_(torch.nan)
 
 
+def test_a_text_that_overflows_takes_no_step() -> None:
+    data = batches()
+    model = converted()
+    with pytest.warns(CalibrationWarning, match="1 of 8 steps were left out"):
+        report = dynorm.distill_(model, [*data, 1e38 * data[0]], teacher=original(), steps=8)
+    assert report.kept
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
 def test_an_annealed_model_that_broke_is_put_back() -> None:
     model = original()
     dynorm.convert_(model, dynorm.find_norms(model, batches()[0]), to="annealed")

@@ -134,7 +134,8 @@ def distill_(
         StorageError: the checkpoint in the folder is of another run or model, or damaged.
 
     Warns:
-        CalibrationWarning: the weights from before are put back, or bfloat16 is not used.
+        CalibrationWarning: the weights from before are put back, steps are left out because a gradient is
+            not finite, or bfloat16 is not used.
 
     Example:
         >>> import copy
@@ -200,6 +201,13 @@ def distill_(
             if not kept:
                 put_back()
     taken = int(trainer.state.global_step)
+    if trainer.skipped:
+        warnings.warn(
+            f"{trainer.skipped} of {taken} steps were left out, because a gradient was not finite: if it is "
+            "more than a few, give a lower rate",
+            CalibrationWarning,
+            stacklevel=2,
+        )
     if kept:
         for layer in dynorm_layers(model).values():
             layer.__dict__.pop("replaced", None)

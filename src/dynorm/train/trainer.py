@@ -65,6 +65,9 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         )
         # Without its bar the Trainer prints its log instead.
         self.remove_callback(PrinterCallback)
+        # How many steps were left out.
+        self.skipped = 0
+        optimizer.register_step_pre_hook(self._skip_unless_finite)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the batches, not prepared by accelerate, which would split each over the ranks."""
@@ -108,6 +111,19 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
                     f"where this run has {value:.4g}: remove it, give another folder, or the batches in the "
                     "order of that run"
                 )
+
+    def _skip_unless_finite(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Leave the weights as they are where a gradient is not finite: the step would make them all NaN.
+
+        A line has no bound, so a single text can overflow.
+        """
+        gradients = []
+        for group in optimizer.param_groups:
+            gradients += [p.grad for p in group["params"] if p.grad is not None]
+        norm = gathered(torch.nn.utils.get_total_norm(gradients))
+        if not bool(norm.isfinite()):
+            optimizer.zero_grad()
+            self.skipped += 1
 
     def train_from(self, folder: Path | None) -> None:
         """Train, from the last checkpoint in the folder if there is one."""
