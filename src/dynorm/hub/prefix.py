@@ -68,14 +68,28 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
             f"token must be the id of a token, an int from 0 to {config.vocab_size - 1}, got {token!r}: "
             "pass another, or set bos_token_id in the model's config.json"
         )
-    from peft import PrefixTuningConfig, get_peft_model
-
     device = next(model.parameters()).device
     first = torch.tensor([[token]], device=device)
     text = torch.arange(_LENGTH, device=device)[None] % config.vocab_size
     with undisturbed(model, text, evaluate=True):
         expected = model(input_ids=torch.cat([first, text], dim=1)).logits[:, 1:]
         cached = _keys_and_values(model, first)
+    prefixed = _with_adapter(model, cached)
+    with undisturbed(prefixed, text, evaluate=True):
+        logits = prefixed(input_ids=text).logits
+    error = float((logits - expected).abs().max() / expected.abs().max())
+    if not error <= _TOLERANCE:
+        raise ModelError(
+            f"the prefix must give {type(model).__name__} the logits of the token before the text, but "
+            f"they differ by {error:.1e}: this model cannot have one"
+        )
+    return prefixed
+
+
+def _with_adapter(model: nn.Module, cached: list[Tensor]) -> nn.Module:
+    """Return the model with an adapter of peft that begins every text with these keys and values."""
+    from peft import PrefixTuningConfig, get_peft_model
+
     _, heads, _, size = cached[0].shape
     settings = PrefixTuningConfig(
         task_type="CAUSAL_LM",
@@ -98,14 +112,6 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
     prompt = next(p for name, p in prefixed.named_parameters() if "prompt_encoder" in name)
     with torch.no_grad():
         prompt.copy_(torch.cat([tensor.flatten() for tensor in cached]).view_as(prompt))
-    with undisturbed(prefixed, text, evaluate=True):
-        logits = prefixed(input_ids=text).logits
-    error = float((logits - expected).abs().max() / expected.abs().max())
-    if not error <= _TOLERANCE:
-        raise ModelError(
-            f"the prefix must give {type(model).__name__} the logits of the token before the text, but "
-            f"they differ by {error:.1e}: this model cannot have one"
-        )
     return prefixed
 
 

@@ -63,9 +63,10 @@ def draw(axes: "Axes", fit: CurveFit, sample: Picture, colors: Mapping[str, str]
     The axis of x is counted from the centre. ``colors`` are by use: a function's name, "soft",
     "edge", "point" and "outlier".
     """
-    knee = _KNEE * sample.sigma
     x = [value - fit.center for value in sample.x]
     outlier_x = [value - fit.center for value in sample.outlier_x]
+    knee = _KNEE * sample.sigma
+    # The limits as they are on the paper: asinh of the values.
     left = math.asinh(min(x + outlier_x) / knee)
     right = math.asinh(max(x + outlier_x) / knee)
     margin = 0.06 * max(right - left, 1.0)
@@ -78,11 +79,7 @@ def draw(axes: "Axes", fit: CurveFit, sample: Picture, colors: Mapping[str, str]
     axes.locator_params(numticks=7)
     axes.set_xlim(knee * math.sinh(left), knee * math.sinh(right))
     axes.set_ylim(-_KNEE * math.sinh(top), _KNEE * math.sinh(top))
-    axes.set_xlabel("input x − centre" if fit.center else "input x", color=colors["soft"])
-    axes.set_ylabel("norm's core y", color=colors["soft"])
-    axes.tick_params(which="both", colors=colors["edge"], labelcolor=colors["soft"], labelsize=9)
-    for spine in axes.spines.values():
-        spine.set_color(colors["edge"])
+    _label(axes, "input x − centre" if fit.center else "input x", colors)
     # As pixels: a thousand dots of an SVG are a hundred kilobytes.
     axes.plot(x, sample.y, "o", color=colors["point"], markersize=2.5, rasterized=True)
     for bound in (-fit.scale, fit.scale):
@@ -94,3 +91,12 @@ def draw(axes: "Axes", fit: CurveFit, sample: Picture, colors: Mapping[str, str]
     for name in FUNCTIONS:
         y = fit.curve(name, curve + fit.center)
         axes.plot(curve, y, color=colors[name], linewidth=1.5, linestyle=_STYLES[name])
+
+
+def _label(axes: "Axes", label_of_x: str, colors: Mapping[str, str]) -> None:
+    """Name the axes, and give lines and labels their colours."""
+    axes.set_xlabel(label_of_x, color=colors["soft"])
+    axes.set_ylabel("norm's core y", color=colors["soft"])
+    axes.tick_params(which="both", colors=colors["edge"], labelcolor=colors["soft"], labelsize=9)
+    for spine in axes.spines.values():
+        spine.set_color(colors["edge"])
