@@ -236,7 +236,7 @@ def check_family(device: str) -> None:
             _check_one(function, (257, 1024), dtype, tolerance, device)
             # An odd number of channels.
             _check_one(function, (33, 517), dtype, tolerance, device)
-            _check_one(function, (33, 517), dtype, tolerance, device, has_tokens=True)
+        _check_one(FunctionCode.DYISRU, (33, 517), dtype, tolerance, device, has_tokens=True)
 
 
 def _check_one(

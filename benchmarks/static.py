@@ -76,7 +76,7 @@ def pointers(dtype: str, **present: bool) -> dict[str, Any]:
 def forward_kernel(
     target: GPUTarget, function: int, dtype: str, channels: int, *, parts: bool = False
 ) -> Any:
-    """Compile the forward kernel: with weight and bias, or with all ``parts``."""
+    """Compile the forward kernel: with weight and bias, or with all ``parts`` that the function takes."""
     return compiled(
         _triton_kernels.forward_kernel,
         target,
@@ -93,7 +93,7 @@ def backward_kernel(
     """Compile the backward kernel for the gradients of all that :func:`forward_kernel` takes."""
     rows, columns = _triton.tile(channels)
     wanted = _WANTED
-    if parts:
+    if parts and function == FunctionCode.DYISRU:
         wanted |= _form.OF_TOKENS
     if parts and function == FunctionCode.DERF:
         wanted |= _form.OF_SHIFT
@@ -154,16 +154,11 @@ def product_kernel(target: GPUTarget, dtype: str, tile: Tile, *, transposed: boo
 
 
 def _arguments(function: int, dtype: str, channels: int, parts: bool) -> dict[str, Any]:
-    derf = function == FunctionCode.DERF
+    dyisru, derf = function == FunctionCode.DYISRU, function == FunctionCode.DERF
     return {
         **pointers(dtype, x=True, constant=True, weight=True, shift=parts and derf),
-        **pointers("fp32", token=parts),
-        "FORM": _triton.Choices(
-            int(function),
-            function == FunctionCode.DYISRU,
-            channels**0.5,
-            channels,
-        ),
+        **pointers("fp32", token=parts and dyisru),
+        "FORM": _triton.Choices(int(function), dyisru, channels**0.5, channels),
     }
 
 

@@ -168,7 +168,7 @@ UNDER: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @pytest.mark.parametrize("under", UNDER)
-@pytest.mark.parametrize(("to", "witnesses"), [("dyisru", 0), ("dyt", 2)])
+@pytest.mark.parametrize(("to", "witnesses"), [("dyt", 0), ("dyisru", 2)])
 def test_other_defaults_change_nothing(to: str, witnesses: int, under: str, tmp_path: Path) -> None:
     # Under a device, as under any mode of torch, the layers compute by their plain definition.
     usual = torch.device("cpu") if under == "meta" else nullcontext()

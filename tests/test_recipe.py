@@ -94,7 +94,7 @@ def test_the_verbs_have_the_defaults_of_the_recipe(
     [
         Recipe(),
         Recipe(to="dyt", steps=4, lr=1e-4, checkpoints="kept"),
-        Recipe(to={"c.*": "keep", "*": {"to": "derf", "witnesses": 2}}),
+        Recipe(to={"c.*": "keep", "*": {"to": "dyisru", "witnesses": 2}}),
         Recipe(to="none", stock=True, steps=0),
     ],
 )
@@ -112,6 +112,8 @@ def test_a_recipe_equals_that_of_its_file(recipe: Recipe, tmp_path: Path) -> Non
         ({"stock": True}, "stock must.*to=.none.*got to='dyisru'"),
         ({"to": {"*": "none"}, "stock": True}, "stock must"),
         ({"to": "none", "witnesses": 2}, "witnesses must be 0.*got 2"),
+        ({"to": "derf", "witnesses": 2}, "witnesses must be 0 for 'derf', got 2.*dyisru"),
+        ({"to": {"*": {"to": "dyt", "witnesses": 2}}}, "witnesses must be 0 for 'dyt', got 2"),
         ({"to": "none", "stock": 1}, "stock must be True"),
     ],
 )
@@ -170,7 +172,7 @@ def test_wrong_values_are_refused(name: str, value: object) -> None:
 
 
 def test_convert_model_takes_a_recipe_and_changes_of_it() -> None:
-    recipe = Recipe(to="dyt", witnesses=2, steps=0)
+    recipe = Recipe(witnesses=2, steps=0)
     one, again = plain(), plain()
     report = dynorm.convert_model(one, rows(), recipe=recipe)
     assert report.meta["recipe"] == recipe.filled_for(one).to_dict()

@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -249,6 +249,14 @@ def check_witnesses(witnesses: int | Sequence[int], channels: int) -> tuple[int,
         )
     check_different_channels(positions, channels)
     return positions
+
+
+def refuse_witnesses(owner: str, got: object) -> NoReturn:
+    """Refuse witnesses for a function other than DyISRU."""
+    raise ArgumentError(
+        f"witnesses must be 0 for {owner}, got {got!r}: only DyISRU's beta is a sum, to which the size "
+        'of a token can be added; leave them out, or take to="dyisru"'
+    )
 
 
 def _positions(witnesses: object) -> tuple[int, ...]:

@@ -15,14 +15,13 @@ Every point-wise function is put together in the same way:
 
 .. math:: y = \mathrm{weight} \cdot \mathrm{scale} \cdot f(x) + \mathrm{bias}
 
-With witness channels, a set K of chosen channels, beta depends on the token:
+DyISRU may have witness channels, a set K of chosen channels. Its beta then depends on the token:
 
 .. math:: \beta_i(x) = \beta + \sum_{k \in K, k \neq i} g_k x_k^2
 
-DyISRU uses this value as its beta. The other functions keep the term k = i in the sum, and use
-:math:`1 / \sqrt{\beta}` as their slope at 0. With K empty they are the functions of one channel,
-bit for bit. DyISRU with all channels in K, g = 1, :math:`\beta = C \varepsilon` and scale
-:math:`\sqrt{C}` is RMSNorm, exactly. RMSNorm over some channels is pRMSNorm (arXiv 1910.07467).
+A token's size enters as a sum because beta is one by the closed form: with all channels in K, g = 1,
+:math:`\beta = C \varepsilon` and scale :math:`\sqrt{C}` it is RMSNorm, exactly. With K empty it is the
+function of one channel, bit for bit. RMSNorm over some channels is pRMSNorm (arXiv 1910.07467).
 Only :func:`dyisru_general` has a center, which it subtracts from x first.
 
 Equation numbers are those of arXiv 2503.21708; "the note" is "LayerNorm is centring, then RMSNorm,
@@ -43,7 +42,7 @@ from dynorm.arguments import (
     resolve,
 )
 from dynorm.errors import ArgumentError
-from dynorm.token_sums import beta_of_token, has_witnesses, slope_of_token
+from dynorm.token_sums import beta_of_token
 
 __all__ = [
     "center",
@@ -223,8 +222,6 @@ def dyt(
     *,
     scale: Constant = 1.0,
     dim: int = -1,
-    witnesses: Tensor | None = None,
-    gain: Tensor | None = None,
 ) -> Tensor:
     r"""Return the Dynamic Tanh (eq. 4; "Transformers without Normalization", arXiv 2503.10622).
 
@@ -239,8 +236,6 @@ def dyt(
     """
     z, axis = resolve(x, dim)
     alpha = constant("alpha", alpha, z, axis)
-    if has_witnesses(witnesses, gain):
-        z, alpha = slope_of_token(z, alpha, axis, witnesses, gain)
     y = torch.tanh(alpha * z)
     return _affine(y, scale, weight, bias, axis).to(x.dtype)
 
@@ -337,8 +332,12 @@ def dyisru_general(
     if center is not None:
         z = z - constant("center", center, z, axis)
     u = clamped(z)
-    if has_witnesses(witnesses, gain):
+    if witnesses is not None and witnesses.numel():
         u, beta = beta_of_token(u, beta, axis, witnesses, gain)
+    elif gain is not None and gain.numel():
+        raise ArgumentError(
+            f"gain must come with witnesses, got {tuple(gain.shape)} for none: give both"
+        )
     y = u / torch.sqrt(beta + u * u)
     if scale is None:
         scale = _bound(z, axis)
@@ -354,8 +353,6 @@ def derf(
     *,
     scale: Constant = 1.0,
     dim: int = -1,
-    witnesses: Tensor | None = None,
-    gain: Tensor | None = None,
 ) -> Tensor:
     r"""Return the Dynamic error function (arXiv 2512.10938).
 
@@ -373,9 +370,6 @@ def derf(
     z, axis = resolve(x, dim)
     alpha = constant("alpha", alpha, z, axis)
     shift = constant("shift", shift, z, axis)
-    if has_witnesses(witnesses, gain):
-        # The slope of erf at 0 is 2 / sqrt(pi).
-        z, alpha = slope_of_token(z, alpha, axis, witnesses, gain, ratio=4 / math.pi)
     y = torch.erf(alpha * z + shift)
     return _affine(y, scale, weight, bias, axis).to(x.dtype)
 
@@ -388,8 +382,6 @@ def linear(
     *,
     scale: Constant = 1.0,
     dim: int = -1,
-    witnesses: Tensor | None = None,
-    gain: Tensor | None = None,
 ) -> Tensor:
     r"""Return a linear map, the control of studies: LayerNorm with constant statistics (eq. 3).
 
@@ -405,8 +397,6 @@ def linear(
     z, axis = resolve(x, dim)
     slope = constant("slope", slope, z, axis)
     scale = constant("scale", scale, z, axis)
-    if has_witnesses(witnesses, gain):
-        z, slope = slope_of_token(z, slope, axis, witnesses, gain)
     return _affine(z, slope * scale, weight, bias, axis).to(x.dtype)
 
 

@@ -85,8 +85,8 @@ class Recipe(Plain):
         stock: with ``to="none"``, save the model in its own class, as :func:`dynorm.hub.as_stock`
             returns it. Only for the command, as ``prefix``, ``held_out`` and the three fields behind it are.
         prefix: let all texts of a decoder follow one constant token, see :func:`dynorm.hub.with_prefix`.
-        witnesses: the number of channels, at most 16, from which each layer may estimate the size
-            of a token. With 0 each value depends on its own channel.
+        witnesses: the number of channels, at most 16, from which each DyISRU may estimate the size
+            of a token. With 0 each value depends on its own channel; other functions take 0.
         fold_means: first fold the means of LayerNorms into the weights, as :func:`fold_` does with
             ``center=True``, wherever that is exact: each token has its own mean, which a point-wise
             layer does not see. Tied weights are untied for it. The fold sees the operators that run

@@ -1,4 +1,4 @@
-r"""The constant of a token that has witnesses, without a square that overflows.
+r"""DyISRU's beta of a token that has witnesses, without a square that overflows.
 
 With a set K of witness channels, beta depends on the token:
 
@@ -11,27 +11,14 @@ depend on the units, so they need no gradient.
 
 import math
 from functools import reduce
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from dynorm.arguments import Constant, along, check_witness_tensors, clamped
-from dynorm.errors import ArgumentError
+from dynorm.arguments import Constant, along, check_witness_tensors
 
 # The smallest normal number of float16, so that it stays a divisor after a conversion to it.
 _SMALLEST_UNIT = 2.0**-14
-
-
-def has_witnesses(witnesses: Tensor | None, gain: Tensor | None) -> TypeGuard[Tensor]:
-    """Return whether there are witnesses; refuse gains without them."""
-    if witnesses is not None and witnesses.numel():
-        return True
-    if gain is not None and gain.numel():
-        raise ArgumentError(
-            f"gain must come with witnesses, got {tuple(gain.shape)} for none: give both"
-        )
-    return False
 
 
 def beta_of_token(
@@ -39,11 +26,10 @@ def beta_of_token(
 ) -> tuple[Tensor, Tensor]:
     """Return v and b with ``v / sqrt(b + v^2) = u / sqrt(beta_i + u^2)``, as DyISRU needs them.
 
-    A witness is not in its own sum. The others are added, instead of subtracting it from a total,
-    because a witness is often larger than all of them together.
+    The squares of u must be finite. A witness is not in its own sum. The others are added, instead of
+    subtracting it from a total, because a witness is often larger than all of them together.
     """
-    u = clamped(u)
-    total, largest = _sum(u, axis, witnesses, gain, leave_one_out=True)
+    total, largest = _sums(u, axis, witnesses, gain)
     if isinstance(beta, Tensor):
         unit = torch.maximum(largest, beta.detach().sqrt())
     else:
@@ -53,40 +39,8 @@ def beta_of_token(
     return u / size, token_beta * (unit / size).square()
 
 
-def slope_of_token(
-    u: Tensor,
-    slope: Constant,
-    axis: int,
-    witnesses: Tensor,
-    gain: Tensor | None,
-    ratio: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Return v and s with ``s v = u / sqrt(1 / slope^2 + ratio * sum)``, as the other functions need them.
-
-    The sum has all witnesses. ``ratio`` is ``1 / (beta * slope**2)``.
-    """
-    u = clamped(u)
-    total, largest = _sum(u, axis, witnesses, gain, leave_one_out=False)
-    if isinstance(slope, Tensor):
-        unit = torch.maximum(largest, 1 / slope.detach().abs().clamp_min(_SMALLEST_UNIT))
-    else:
-        unit = largest.clamp_min(1 / max(abs(slope), _SMALLEST_UNIT))
-    steep = slope * unit
-    size = steep.detach().abs().clamp_min(1)
-    # As a factor, so that the slope keeps its sign and a slope of 0 is not a divisor.
-    factor = steep / size
-    witnessed = ratio * (factor * (largest / unit)).square() * total
-    square = (1 / size).square() + witnessed
-    return u / unit, factor * torch.rsqrt(square)
-
-
-def _sum(
-    u: Tensor, axis: int, witnesses: Tensor, gain: Tensor | None, *, leave_one_out: bool
-) -> tuple[Tensor, Tensor]:
-    """Return ``sum_k g_k (u_k / largest)^2`` and the size of the largest witness, per token.
-
-    Both have size 1 along the channels; with ``leave_one_out`` there is one sum per channel.
-    """
+def _sums(u: Tensor, axis: int, witnesses: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return ``sum_k g_k (u_k / largest)^2`` of each channel, and the size of a token's largest witness."""
     channels = u.shape[axis]
     check_witness_tensors(witnesses, gain, channels)
     # Compared and added one by one, so that the graph has no reduction, not even over the few.
@@ -100,7 +54,5 @@ def _sum(
         term = (value / largest).square()
         if gains is not None:
             term = term * gains[number]
-        if leave_one_out:
-            term = torch.where(position == witness, 0, term)
-        terms.append(term)
+        terms.append(torch.where(position == witness, 0, term))
     return reduce(torch.add, terms), largest

@@ -74,7 +74,7 @@ def reducing(names: Any) -> list[str]:
 
 
 def layers_with(witnesses: tuple[int, ...], dim: int = -1) -> Layers:
-    """All kinds; with witnesses one, because these graphs are large. In ONNX all kinds have them."""
+    """All kinds; with witnesses DyISRU only."""
     return Layers(witnesses, dim, [dynorm.DyISRU] if witnesses else LAYERS)
 
 
@@ -178,8 +178,8 @@ Graph = tuple[Layers, Any]
 
 
 def graph_of(witnesses: tuple[int, ...]) -> Graph:
-    """All kinds of layers, and their graph."""
-    model = Layers(witnesses).eval()
+    """Layers and their graph."""
+    model = layers_with(witnesses).eval()
     return model, onnx_of(model)
 
 

@@ -45,9 +45,9 @@ def test_beta_is_c_times_the_mean_square() -> None:
     assert layer.beta().item() == pytest.approx(8 * float(x.square().mean()), rel=1e-5)
 
 
-@pytest.mark.parametrize("cls", [DyISRU, Derf])
-def test_witnesses_carry_their_share_of_the_same_sum(cls: Any) -> None:
-    layer, x = cls(8, witnesses=(5, 2)), torch.randn(200, 8) * torch.arange(1.0, 9.0)
+def test_witnesses_carry_their_share_of_the_same_sum() -> None:
+    layer: Any
+    layer, x = DyISRU(8, witnesses=(5, 2)), torch.randn(200, 8) * torch.arange(1.0, 9.0)
     dynorm.init_from_batch_(nn.Sequential(layer), x)
     total = 8 * float(x.square().mean())
     assert layer.beta().item() == pytest.approx(0.9 * total, rel=1e-4)

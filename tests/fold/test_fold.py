@@ -467,13 +467,16 @@ def test_norms_of_ones_own() -> None:
     assert "not saved with the model" in reason(report)
 
 
-@pytest.mark.parametrize("layer", [dynorm.DyISRU, dynorm.DyT, dynorm.Derf, dynorm.LinearControl])
-def test_a_layer_gives_weight_bias_and_scale_and_keeps_witnesses(layer: Any) -> None:
-    model = net(PASSES["plain"], n=layer(C, witnesses=(5, 2)))
-    gains = model.n.log_gain.detach().clone()
+@pytest.mark.parametrize(
+    "layer", [dynorm.DyISRU(C, witnesses=(5, 2)), dynorm.DyT(C), dynorm.Derf(C)]
+)
+def test_a_layer_gives_weight_bias_and_scale_and_keeps_its_constants(layer: Any) -> None:
+    model = net(PASSES["plain"], n=layer)
+    constants = [constant.detach().clone() for constant in layer.constant_parameters()]
     assert row(folded(model)).state == "folded"
     assert (model.n.weight, model.n.bias, model.n.scale) == (None, None, 1.0)
-    assert torch.equal(model.n.log_gain, gains)
+    for constant, before in zip(model.n.constant_parameters(), constants, strict=True):
+        assert torch.equal(constant, before)
 
 
 def test_given_sites_are_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,14 @@ KINDS = ("bare", "all", "bare of tokens", "all of tokens")
 FUNCTIONS = tuple(FunctionCode)
 
 
+def kinds_of(function: int) -> tuple[str, ...]:
+    """Return the kinds of a function's calls: only DyISRU takes numbers of tokens."""
+    return KINDS if function == FunctionCode.DYISRU else KINDS[:2]
+
+
+CASES = [(function, kind) for function in FUNCTIONS for kind in kinds_of(function)]
+
+
 class Call(NamedTuple):
     """The tensors of a call, with a gradient of y."""
 

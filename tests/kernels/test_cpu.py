@@ -12,12 +12,13 @@ from torch.testing import assert_close
 from dynorm.kernels import _cpu
 from dynorm.kernels._form import Form, FunctionCode, Parameters
 from tests.kernels.definition import (
+    CASES,
     FUNCTIONS,
     INF,
-    KINDS,
     NAN,
     TOLERANCES,
     compare,
+    kinds_of,
     make,
     results_of,
 )
@@ -34,14 +35,14 @@ each_function = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda code: 
 def test_values_and_gradients(instructions: str, function: int, dtype: torch.dtype) -> None:
     # Each two of a kind, a number of channels and a number of rows meet.
     sizes = (1, 3, 16, 33, 200)
-    for i, j in itertools.product(range(len(KINDS)), range(len(sizes))):
+    kinds = kinds_of(function)
+    for i, j in itertools.product(range(len(kinds)), range(len(sizes))):
         rows = (0, 1, 5, 37)[(i + j) % 4]
         form = Form(function, False, -1.7)
-        compare(_cpu, form, make(rows, sizes[j], dtype, KINDS[i], function))
+        compare(_cpu, form, make(rows, sizes[j], dtype, kinds[i], function))
 
 
-@each_function
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize(("function", "kind"), CASES)
 def test_many_rows_and_long_ones(function: int, kind: str) -> None:
     for rows, channels in ((300, 500), (9, 8200)):
         compare(
@@ -49,8 +50,9 @@ def test_many_rows_and_long_ones(function: int, kind: str) -> None:
         )
 
 
-@pytest.mark.parametrize("function", [DYISRU, LINEAR], ids=["dyisru", "linear"])
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize(
+    ("function", "kind"), [case for case in CASES if case[0] in (DYISRU, LINEAR)]
+)
 @pytest.mark.parametrize("log_beta", [0.0, -30.0, 40.0])
 def test_logarithmic_constants(
     instructions: str, function: int, kind: str, log_beta: float
@@ -97,7 +99,8 @@ def test_edges_are_the_definition_s(instructions: str, function: int, dtype: tor
     edges = [0.0, -0.0, INF, -INF, NAN, info.max, -info.max, info.tiny, -info.tiny / 4, 1.0, -1.0]
     # Repeated, so that they meet every lane of whole vectors and of the rest.
     x = torch.tensor([edges * 8], dtype=torch.float64).to(dtype)[:, :83]
-    for constant, total in itertools.product((1.0, 1e-3), (None, 0.0, 3.0)):
+    totals = (None, 0.0, 3.0) if function == DYISRU else (None,)
+    for constant, total in itertools.product((1.0, 1e-3), totals):
         form = Form(function, False, 2.0)
         parameters = Parameters(torch.tensor([constant], dtype=dtype))
         token_constant = None if total is None else torch.tensor([total])
@@ -116,8 +119,7 @@ def test_edges_are_the_definition_s(instructions: str, function: int, dtype: tor
         assert_close(got, slope, rtol=4 * TOLERANCES[dtype], atol=TOLERANCES[dtype], equal_nan=True)
 
 
-@pytest.mark.parametrize("function", [DYISRU, DYT, DERF], ids=["dyisru", "dyt", "derf"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("function", "kind"), [case for case in CASES if case[0] != LINEAR])
 def test_infinite_ones_add_nothing_to_the_constants(
     instructions: str, function: int, kind: str
 ) -> None:
@@ -137,17 +139,16 @@ def test_infinite_ones_add_nothing_to_the_constants(
             assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@each_function
 @pytest.mark.parametrize("total", [INF, NAN, 1e38, 0.0])
 def test_numbers_of_tokens_at_the_edge_change_no_other_token(
-    instructions: str, function: int, total: float
+    instructions: str, total: float
 ) -> None:
-    call = make(6, 40, torch.float32, "bare of tokens", function)
+    call, form = make(6, 40, torch.float32, "bare of tokens", DYISRU), Form(DYISRU, False, 1.0)
     assert call.token_constant is not None
     changed = call.token_constant.clone()
     changed[2] = total
-    y, grad_x, *_, of_tokens = results_of(_cpu, Form(function, False, 1.0), call)
-    found = results_of(_cpu, Form(function, False, 1.0), call._replace(token_constant=changed))
+    y, grad_x, *_, of_tokens = results_of(_cpu, form, call)
+    found = results_of(_cpu, form, call._replace(token_constant=changed))
     others = torch.arange(6) != 2
     for got, want in zip((found[0], found[1], found[-1]), (y, grad_x, of_tokens), strict=True):
         assert got is not None
@@ -193,8 +194,7 @@ def test_slopes_of_large_constants(instructions: str, exponent: int, size: float
         assert_close(found[0].double(), exact, rtol=1e-5, atol=float(exact.abs().max()) * 1e-6)
 
 
-@each_function
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize(("function", "kind"), CASES)
 def test_what_is_wanted_changes_no_other(function: int, kind: str) -> None:
     call, form = make(23, 48, torch.float32, kind, function), Form(function, False, 1.3)
     everything = results_of(_cpu, form, call)[1:]
@@ -207,8 +207,7 @@ def test_what_is_wanted_changes_no_other(function: int, kind: str) -> None:
                 assert torch.equal(got, want)  # type: ignore[arg-type]
 
 
-@each_function
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("function", "kind"), CASES)
 def test_threads_change_nothing(function: int, kind: str) -> None:
     call, before = make(700, 384, torch.float32, kind, function), torch.get_num_threads()
     results = []
@@ -281,6 +280,9 @@ def test_wrong_calls_are_refused_before_memory_is_touched() -> None:
     assert native.forward(x, constant, *absent, 0, False, 1.0, x)
     assert not native.forward(x, constant, *absent, 9, False, 1.0, x)
     assert not native.forward(x, None, *absent, 0, False, 1.0, x)
+    tokens = torch.ones(5)
+    assert native.forward(x, constant, *absent[1:], tokens, 0, False, 1.0, x)
+    assert not native.forward(x, constant, *absent[1:], tokens, 1, False, 1.0, x)
     assert not native.forward(x, constant, *absent, 0, False, 1.0, torch.zeros(2, 5))
     assert not native.forward(x, constant, *absent, 0, False, 1.0, x.double())
     with pytest.raises(TypeError, match="arguments"):

@@ -15,10 +15,11 @@ from torch.func import functional_call, jacrev, vmap
 from torch.testing import assert_close
 
 from dynorm import Derf, DyISRU, DyT, LinearControl
+from dynorm.errors import ArgumentError
 from dynorm.kernels import _cpu, _op, _triton, pointwise
-from dynorm.kernels._form import FunctionCode, Parameters, UnfitError
+from dynorm.kernels._form import Form, FunctionCode, Parameters, UnfitError
 from dynorm.layers import PointwiseNorm
-from tests.kernels.definition import KINDS, make
+from tests.kernels.definition import FUNCTIONS, KINDS, make
 
 LAYERS = [DyISRU, DyT, Derf, LinearControl]
 needs_kernels = pytest.mark.skipif(
@@ -158,9 +159,11 @@ def test_layouts(
 # torch's own forward mode scripts its decompositions.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"dim": 1}, {"witnesses": (2, 0)}],
-    ids=str,
+    ("kind", "options"),
+    [
+        *((kind, options) for kind in LAYERS for options in ({}, {"dim": 1})),
+        (DyISRU, {"witnesses": (2, 0)}),
+    ],
 )
 def test_derivatives(kind: type[PointwiseNorm], options: dict[str, Any], calls: list[str]) -> None:
     layer = build(kind, 3, **options, dtype=torch.float64)
@@ -172,9 +175,7 @@ def test_derivatives(kind: type[PointwiseNorm], options: dict[str, Any], calls: 
     leaves = (torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True), *layer.parameters())
     assert gradcheck(call, leaves, check_forward_ad=True, check_batched_grad=True)
     assert gradgradcheck(call, leaves)
-    # The definition serves a line with witnesses.
-    served = "witnesses" not in options or kind is not LinearControl
-    assert ("gradients" in calls) == (served and _cpu.name() != "torch")
+    assert ("gradients" in calls) == (_cpu.name() != "torch")
     # A gradient that can be differentiated again is that of the definition too.
     x, grad = leaves[0], torch.randn(2, 3, 3, dtype=torch.float64)
     (want,) = torch.autograd.grad(layer.definition(x), x, grad)
@@ -186,10 +187,9 @@ def test_derivatives(kind: type[PointwiseNorm], options: dict[str, Any], calls: 
 
 
 @needs_kernels
-@pytest.mark.parametrize("function", [FunctionCode.DYISRU, FunctionCode.DYT, FunctionCode.DERF])
 @pytest.mark.parametrize("of", KINDS[2:])
-def test_derivatives_by_the_numbers_of_tokens(function: int, of: str) -> None:
-    x, parameters, token_constant, _ = make(3, 4, torch.float64, of, function)
+def test_derivatives_by_the_numbers_of_tokens(of: str) -> None:
+    x, parameters, token_constant, _ = make(3, 4, torch.float64, of, FunctionCode.DYISRU)
     tensors = [x, *parameters, token_constant]
     places = [place for place, tensor in enumerate(tensors) if tensor is not None]
 
@@ -197,13 +197,26 @@ def test_derivatives_by_the_numbers_of_tokens(function: int, of: str) -> None:
         given = list(tensors)
         for place, leaf in zip(places, leaves, strict=True):
             given[place] = leaf
-        results = pointwise((function, False, 1.5), given[0], None, given[1:5], given[5])
+        results = pointwise((0, False, 1.5), given[0], None, given[1:5], given[5])
         assert results is not None
         return results[0]
 
     leaves = [tensors[place].clone().requires_grad_() for place in places]  # type: ignore[union-attr]
     assert gradcheck(call, leaves)
     assert gradgradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS[1:])
+def test_numbers_of_tokens_are_for_dyisru(function: FunctionCode) -> None:
+    x, parameters, token_constant, _ = make(3, 4, torch.float64, "bare of tokens", function)
+    form = Form(function, False, 1.5)
+    for call in (
+        lambda: pointwise(form, x, None, parameters, token_constant),
+        lambda: form.definition(x, parameters, token_constant),
+        lambda: _op._op(x, None, *parameters, token_constant, *form),
+    ):
+        with pytest.raises(ArgumentError, match=f"except DyISRU.*came for {function.name}"):
+            call()
 
 
 @needs_kernels
@@ -319,12 +332,13 @@ def test_compiled_training_holds_the_op(kind: type[PointwiseNorm]) -> None:
 @needs_kernels
 @pytest.mark.parametrize("of", KINDS)
 def test_the_op_is_as_torch_wants_one(of: str) -> None:
-    x, parameters, token_constant, _ = make(5, 8, torch.float32, of, FunctionCode.DERF)
+    function = FunctionCode.DYISRU if of.endswith("tokens") else FunctionCode.DERF
+    x, parameters, token_constant, _ = make(5, 8, torch.float32, of, function)
     residual = None if token_constant is None else torch.randn_like(x)
     for tensor in (x, residual, *parameters, token_constant):
         if tensor is not None:
             tensor.requires_grad_()
-    arguments = (x, residual, *parameters, token_constant, int(FunctionCode.DERF), False, 1.5)
+    arguments = (x, residual, *parameters, token_constant, int(function), False, 1.5)
     torch.library.opcheck(_op._op, arguments)
     # The definition serves.
     shared = (x.t().contiguous().t(), *arguments[1:])

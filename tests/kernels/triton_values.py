@@ -10,12 +10,13 @@ from torch.testing import assert_close
 from dynorm.kernels import _triton
 from dynorm.kernels._form import Form, Parameters
 from tests.kernels.definition import (
+    CASES,
     FUNCTIONS,
     INF,
-    KINDS,
     NAN,
     TOLERANCES,
     compare,
+    kinds_of,
     make,
     results_of,
 )
@@ -36,26 +37,28 @@ SHAPES = [(7, 33), (40, 200), (1, 1), (600, 3), (0, 5)]
 def test_values_and_gradients_are_those_of_the_definition(function: int, place: int) -> None:
     dtype = list(TOLERANCES)[(function + place) % len(TOLERANCES)]
     # No rows, and a block of few columns, meet all parameters and numbers of tokens.
-    kind = KINDS[min(place, len(KINDS) - 1)]
-    call = make(*SHAPES[place], dtype, kind, function)
+    kinds = kinds_of(function)
+    call = make(*SHAPES[place], dtype, kinds[min(place, len(kinds) - 1)], function)
     compare(_triton, Form(function, False, 1.7), call)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("function", "kind"), CASES)
 def test_every_kind_of_parameters(function: int, kind: str) -> None:
     compare(_triton, Form(function, False, 0.3), make(7, 33, torch.float64, kind, function))
 
 
-@pytest.mark.parametrize("function", [DYISRU, LINEAR])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("function", "kind"), [case for case in CASES if case[0] in (DYISRU, LINEAR)]
+)
 def test_gradients_are_those_of_the_parameters_as_stored(function: int, kind: str) -> None:
     compare(_triton, Form(function, True, 1.7), make(7, 33, torch.float64, kind, function))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("total", [None, 0.0, 3.0])
+@pytest.mark.parametrize(
+    ("function", "total"),
+    [*((function, None) for function in FUNCTIONS), (DYISRU, 0.0), (DYISRU, 3.0)],
+)
 def test_infinities_and_nan_are_those_of_the_definition(
     function: int, dtype: torch.dtype, total: float | None
 ) -> None:
@@ -76,13 +79,12 @@ def test_infinities_and_nan_are_those_of_the_definition(
     assert_close(got, leaf.grad, equal_nan=True)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_an_infinite_number_of_a_token_leaves_nothing_of_it(function: int) -> None:
-    call = make(3, 40, torch.float32, "bare of tokens", function)
+def test_an_infinite_number_of_a_token_leaves_nothing_of_it() -> None:
+    call = make(3, 40, torch.float32, "bare of tokens", DYISRU)
     assert call.token_constant is not None
     call.token_constant[1] = INF
     with np.errstate(all="ignore"):
-        y, grad_x, *_ = results_of(_triton, Form(function, False, 1.0), call)
+        y, grad_x, *_ = results_of(_triton, Form(DYISRU, False, 1.0), call)
     for result in (y, grad_x):
         assert result is not None
         assert result[1].abs().max() < 1e-15
@@ -131,7 +133,7 @@ def test_the_residual_is_added_and_its_gradient_too(dtype: torch.dtype) -> None:
 
 
 def test_output_may_be_the_input() -> None:
-    call, form = make(7, 1100, torch.float32, "all of tokens", DYT), Form(DYT, False, 1.0)
+    call, form = make(7, 1100, torch.float32, "all of tokens", DYISRU), Form(DYISRU, False, 1.0)
     expected = _triton.forward(form, call.x, call.parameters, call.token_constant)
     assert _triton.forward(form, call.x, call.parameters, call.token_constant, out=call.x) is call.x
     assert torch.equal(call.x, expected)

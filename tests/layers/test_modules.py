@@ -115,8 +115,8 @@ def test_what_print_shows() -> None:
     derf = Derf(4, dim=1, bias=False).bfloat16()
     nn.init.constant_(derf.alpha, 0.125)
     assert repr(derf) == "Derf(4, alpha=0.125, shift=0, scale=2, bias=False, dim=1)"
-    meta = DyT(6, scale=2, device="meta", witnesses=(1,))
-    assert repr(meta) == "DyT(6, scale=2, witnesses=[1])"
+    meta = DyISRU(6, scale=2, device="meta", witnesses=(1,))
+    assert repr(meta) == "DyISRU(6, scale=2, witnesses=[1])"
 
 
 @with_options
@@ -250,7 +250,7 @@ def test_rates_of_the_constants() -> None:
         DyT(4),
         Derf(4, scale=5.0),
         AnnealedDyISRU(4),
-        LinearControl(4, witnesses=1),
+        DyISRU(4, witnesses=1),
     ]
     nn.init.constant_(layers[1].alpha, 0.01)
     nn.init.constant_(layers[2].alpha, 0.02)

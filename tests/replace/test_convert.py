@@ -303,10 +303,10 @@ def test_layers_by_glob(to: Any, layers: list[str]) -> None:
 
 def test_options_by_glob_lack_nothing_that_the_call_has() -> None:
     model = three_norms()
-    to: Any = {"2": {"to": "derf", "witnesses": 2}, "4": {"to": "annealed", "witnesses": 0}}
+    to: Any = {"2": {"to": "annealed", "witnesses": 2}, "4": {"to": "derf", "witnesses": 0}}
     report = dynorm.convert_(model, dynorm.find_norms(model, X), to, witnesses=16)
-    assert str(report).startswith("3 norms replaced by dyisru, derf, annealed, 0 kept")
-    assert report.layers == ["dyisru", "derf", "annealed"]
+    assert str(report).startswith("3 norms replaced by dyisru, annealed, derf, 0 kept")
+    assert report.layers == ["dyisru", "annealed", "derf"]
     assert [line.split()[-1] for line in str(report).splitlines()[-3:]] == report.layers
     # At most as many as there are channels.
     assert [replaced_by(model[place]).witnesses for place in (0, 2, 4)] == [C, 2, 0]
@@ -351,6 +351,9 @@ def fails(model: nn.Module, sites: Any, error: type[Exception], match: str, **op
         ({"witnesses": 4.0}, r"witnesses.*got 4\.0"),
         ({"witnesses": 17}, "at most 16.*a norm again: keep the norm"),
         ({"witnesses": (0, 1)}, r"witnesses must be an integer.*got \(0, 1\)"),
+        ({"to": "annealed_derf", "witnesses": 1}, "0 for 'annealed_derf', got 1.*to=\"dyisru\""),
+        ({"to": {"0": {"to": "dyt", "witnesses": 2}}}, "witnesses must be 0 for 'dyt', got 2"),
+        ({"to": {"0": "linear"}, "witnesses": 4}, "witnesses must be 0 for 'linear', got 4"),
     ],
 )
 def test_wrong_options_leave_the_model_as_it_was(options: Any, message: str) -> None:

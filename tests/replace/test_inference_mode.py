@@ -47,8 +47,17 @@ def require_trains(model: nn.Module) -> None:
         assert not torch.equal(parameter, value)
 
 
-@pytest.mark.parametrize("witnesses", [0, 2])
-@pytest.mark.parametrize("to", ["dyisru", "dyt", "derf", "linear", "annealed", "annealed_derf"])
+@pytest.mark.parametrize(
+    ("to", "witnesses"),
+    [
+        ("dyisru", 2),
+        ("dyt", 0),
+        ("derf", 0),
+        ("linear", 0),
+        ("annealed", 2),
+        ("annealed_derf", 0),
+    ],
+)
 def test_a_model_that_was_converted_and_calibrated(to: str, witnesses: int) -> None:
     model = Block().eval()
     sites = dynorm.find_norms(model, batches()[0])

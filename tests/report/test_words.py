@@ -22,7 +22,7 @@ def report() -> ModelReport:
     [
         ("dyisru", (0, 0), "each value depends on its own channel"),
         ("dyisru", (0, 4), "each value depends on its own channel and on at most 4 named ones"),
-        ("linear", (1, 0), "each value depends on its own channel and on at most 1 named one"),
+        ("dyisru", (1, 0), "each value depends on its own channel and on at most 1 named one"),
         ("linear", (0, 0), "a line: the layer depends on nothing of the token"),
     ],
 )

@@ -151,7 +151,7 @@ def convert(
     witnesses: Annotated[
         int,
         typer.Option(
-            help="Number of channels, at most 16, from which each layer may estimate the size of a "
+            help="Number of channels, at most 16, from which each DyISRU may estimate the size of a "
             "token. With 0 each value depends on its own channel."
         ),
     ] = Recipe.witnesses,

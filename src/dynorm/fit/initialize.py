@@ -18,7 +18,7 @@ from dynorm.guard import (
     unchanged_on_error,
     undisturbed,
 )
-from dynorm.layers import LinearControl, PointwiseNorm
+from dynorm.layers import DyISRU, LinearControl, PointwiseNorm
 from dynorm.plain import Plain
 from dynorm.replace.converted import require_layers
 from dynorm.table import Table
@@ -60,7 +60,7 @@ def init_from_batch_(model: nn.Module, batch: Batch) -> InitializationReport:
     with s the layer's scale and :math:`\sigma^2` the mean square of the layer's input. Every
     function then has the slope :math:`1 / \sigma` at 0, as a norm would; with the default scale
     sqrt(C) that is :math:`\beta_0 = C \sigma^2`. DyT, Derf and the linear control get the same slope.
-    In a layer with K witnesses the sum stays the same, and they carry a tenth of it:
+    In a DyISRU with K witnesses the sum stays the same, and they carry a tenth of it:
     :math:`\beta = 0.9 \beta_0` and :math:`g = 0.1 \beta_0 / \langle \sum_k x_k^2 \rangle` for each of them.
     The model is run once. Each layer is set as it is reached, so the next ones see the inputs of
     the new model. Weights and biases stay. Under torch.distributed with an initialized group, call
@@ -143,7 +143,7 @@ def _set_constants_(layer: PointwiseNorm, x: Tensor, path: str) -> float:
         )
     _warn_of_bound(layer, x, path)
     beta = layer.scale**2 * square
-    if layer.log_gain is not None:
+    if isinstance(layer, DyISRU) and layer.log_gain is not None:
         squares = x[:, list(layer.witness_channels)].square()
         typical = max(float(squares.sum() / len(x)), _LEAST_SUM * beta / squares.shape[1])
         layer.log_gain.fill_(math.log(_SHARE * beta / typical))

@@ -43,8 +43,8 @@ def fold_(
 
     - *affine*: into everything that reads the norm, ``W' = W diag(weight)``, ``b' = b + W bias``,
       if all of that is linear. Weight and bias stay as ones and zeros, so that the model's own
-      class loads it. A point-wise layer drops them, and its scale; a linear layer without
-      witnesses is removed as a whole.
+      class loads it. A point-wise layer drops them, and its scale; a linear layer is
+      removed as a whole.
     - *center*: out of everything that writes into the residual stream, ``W' = P W``, ``b' = P b``,
       if nothing but LayerNorms reads that stream; they become
       :class:`dynorm.layers.rmsnorm.RMSNorm`, with the same eps.

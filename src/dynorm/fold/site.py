@@ -36,7 +36,7 @@ class SiteFold:
     """One norm or point-wise layer, and the fold there.
 
     It computes ``weight * core(x) + bias``; the fixed scale of a point-wise layer is in ``weight``.
-    The core of a linear layer without witnesses is ``x`` itself, and the layer can be removed.
+    The core of a linear layer is ``x`` itself, and the layer can be removed.
     """
 
     site: NormSite
@@ -68,7 +68,7 @@ class SiteFold:
     @property
     def is_line(self) -> bool:
         """Return whether it is a line in each channel, and nothing else."""
-        return type(self.module) is LinearControl and self.module.log_gain is None
+        return type(self.module) is LinearControl
 
     @property
     def is_absorbed(self) -> bool:

@@ -16,6 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dynorm.errors import ModelError, StorageError
 from dynorm.hub import contents
+from dynorm.layers import DyISRU
 from dynorm.plain import JsonObject
 from dynorm.replace.converted import dynorm_layers
 from dynorm.replace.edits import give_bias_
@@ -135,7 +136,9 @@ class DynormQuantizer(HfQuantizer):  # type: ignore[misc]
         for path, layer in dynorm_layers(model).items():
             for name in _AFFINE:
                 vars(layer).pop(name, None)
-            if layer.witnesses is not None and not layer.has_witnesses(layer.witnesses):
+            if not isinstance(layer, DyISRU) or layer.witnesses is None:
+                continue
+            if not layer.has_witnesses(layer.witnesses):
                 raise StorageError(
                     f"the witnesses of {path!r} in the checkpoint must be those in config.json, "
                     f"{list(layer.witness_channels)}, got {layer.witnesses.tolist()}"

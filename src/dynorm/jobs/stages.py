@@ -72,7 +72,7 @@ def convert_in_stages_(
         converted = convert_(model, norms, recipe.layers, witnesses=recipe.witnesses)
         say(converted.summary())
         course.run("calibrate", calibrate_, data.calibration)
-        may_have_witnesses = not recipe.witnesses and not recipe.removes_norms
+        may_have_witnesses = not recipe.witnesses and set(converted.layers) == {"dyisru"}
         ways = ways_on(bool(recipe.steps), with_witnesses=may_have_witnesses)
         say(f"To lose less: {ways}.")
         if recipe.steps:

@@ -2,8 +2,8 @@
 
 ``y = weight * scale * f(x) + bias``, with f chosen by number: 0 DyISRU ``x / sqrt(constant
 + x^2)``, 1 DyT ``tanh(constant x)``, 2 Derf ``erf(constant x + shift)``, 3 linear ``constant x``. x
-is contiguous, its channels last. With one number T per token each row has its own constant:
-``constant + T`` for DyISRU, and for the others ``constant / sqrt(1 + ratio constant^2 T)``.
+is contiguous, its channels last. With one number T per token, which only DyISRU takes, a row's
+constant is ``constant + T``.
 
 The sums of the parameters' gradients are taken in pieces that depend only on the shape: in float32
 for at most 128 rows and in float64 beyond. The sums of a piece are rounded to float32 once (not for

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from dynorm import functional
 from dynorm.arguments import upcast
+from dynorm.errors import ArgumentError
 
 # The fields of Parameters and of Form: layers pass tuples and lists, because a call takes microseconds.
 Numbers = Sequence[Tensor | None]
@@ -47,8 +48,6 @@ FORM = "int function, bool logarithmic, float scale"
 # tokens' numbers.
 GRADIENTS = (1, 2, 4, 8, 16, 32)
 OF_X, OF_CONSTANT, OF_SHIFT, OF_WEIGHT, OF_BIAS, OF_TOKENS = GRADIENTS
-# 1 / (beta slope^2): the slope of erf at 0 is 2 / sqrt(pi).
-RATIO_OF_DERF = 4 / torch.pi
 
 
 class Parameters(NamedTuple):
@@ -80,39 +79,26 @@ class Form(NamedTuple):
             return (-0.5 * value).exp()
         return value.exp()
 
-    def of_token(self, constant: Tensor, token_constant: Tensor) -> Tensor:
-        """Return the constant of each token: ``constant + T``, or a slope divided by its growth."""
-        total = token_constant[..., None]
-        if self.function == FunctionCode.DYISRU:
-            return constant + total
-        ratio = RATIO_OF_DERF if self.function == FunctionCode.DERF else 1.0
-        return constant * torch.rsqrt(1 + ratio * constant.square() * total)
-
     def definition(
-        self,
-        x: Tensor,
-        parameters: Numbers,
-        token_constant: Tensor | None = None,
-        *,
-        dim: int = -1,
-        witnesses: Tensor | None = None,
-        gain: Tensor | None = None,
+        self, x: Tensor, parameters: Numbers, token_constant: Tensor | None = None
     ) -> Tensor:
         """Return y by the formula in ``dynorm.functional``, which can be differentiated again."""
         constant, shift, weight, bias = parameters
         assert constant is not None
         constants = [self.constant(constant)]
         if token_constant is not None:
-            constants = [self.of_token(constants[0], token_constant)]
+            require_dyisru(self.function)
+            constants = [constants[0] + token_constant[..., None]]
         if self.function == FunctionCode.DERF and shift is not None:
             constants.append(shift)
-        return DEFINITIONS[self.function](
-            x,
-            *constants,
-            weight=weight,
-            bias=bias,
-            scale=self.scale,
-            dim=dim,
-            witnesses=witnesses,
-            gain=gain,
+        function = DEFINITIONS[self.function]
+        return function(x, *constants, weight=weight, bias=bias, scale=self.scale)
+
+
+def require_dyisru(function: int) -> None:
+    """Refuse one number per token for a function whose constant is no sum."""
+    if function != FunctionCode.DYISRU:
+        raise ArgumentError(
+            "token_constant must be None for every function except DyISRU, whose beta it is added "
+            f"to, but came for {FunctionCode(function).name}: leave it out"
         )

@@ -32,6 +32,7 @@ from dynorm.kernels._form import (
     Form,
     Numbers,
     UnfitError,
+    require_dyisru,
 )
 from dynorm.kernels._traced import definition
 
@@ -41,8 +42,7 @@ ENABLED = os.environ.get("DYNORM_KERNELS", "1") != "0"
 _LARGE = 1 << 24
 _log = logging.getLogger("dynorm")
 
-# T, one number per token, makes the constant ``constant + T`` for DyISRU, and ``constant / sqrt(1 +
-# ratio constant^2 T)`` for the functions of a slope.
+# T, one number per token, is added to DyISRU's beta.
 _PARAMETERS = f"{TENSORS}, Tensor? token_constant, {FORM}"
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 # y, of the shape, dtype and memory order of x; then the sum, if there is a residual.
@@ -106,9 +106,11 @@ def pointwise(
         x: the input.
         residual: added to it first.
         parameters: the fields of :class:`Parameters`.
-        token_constant: one number T per token, in float32 or float64 and in the order of x in
-            memory.
+        token_constant: one number T per token, which is added to DyISRU's beta; in float32 or
+            float64 and in the order of x in memory.
     """
+    if token_constant is not None:
+        require_dyisru(form[0])
     others = (residual, *parameters, token_constant)
     if not may_serve(x, *others):
         return None

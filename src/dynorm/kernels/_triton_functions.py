@@ -11,9 +11,6 @@ All are written so that they run on a GPU and in Triton's interpreter, in float3
 import triton
 import triton.language as tl
 
-# 1 / (beta slope**2) of a function of a slope: the slope of erf at 0 is 2 / sqrt(pi).
-RATIO_OF_DERF = tl.constexpr(1.2732395447351628)
-
 
 @triton.constexpr_function
 def compute(values):
@@ -93,31 +90,13 @@ def derivatives(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr
 
 
 @triton.jit
-def of_token(constant, token_ptr, inside, FUNCTION: tl.constexpr):
-    """Compute the constants of some tokens with their numbers T, and the factor in those of a slope.
-
-    The constant is ``constant + T`` for DyISRU, else ``constant / sqrt(1 + ratio constant**2 T)``.
-    """
-    total = tl.load(token_ptr, inside, other=0.0).to(constant.dtype)
+def plus_tokens(beta, token_ptr, inside, FUNCTION: tl.constexpr):
+    """Compute the betas of some tokens, with their numbers T."""
+    tl.static_assert(FUNCTION == 0, "only DyISRU takes numbers of tokens")
+    total = tl.load(token_ptr, inside, other=0.0).to(beta.dtype)
     # A sum that is not finite has no inverse root of its own.
     most = limit(total) * limit(total)
-    total = tl.where(total > most, most, total)
-    if FUNCTION == 0:
-        constant, root = constant + total, 1.0
-    else:
-        square = 1.0 + (RATIO_OF_DERF if FUNCTION == 2 else 1.0) * (constant * constant) * total
-        root = 1.0 / tl.sqrt(square) if square.dtype == tl.float64 else tl.rsqrt(square)
-        constant = constant * root
-    return constant, root
-
-
-@triton.jit
-def by_total(by_constant, constant, FUNCTION: tl.constexpr):
-    """Compute the derivative by T from that by a row's constant."""
-    if FUNCTION != 0:
-        half: tl.constexpr = -0.5 * RATIO_OF_DERF if FUNCTION == 2 else -0.5
-        by_constant = half * by_constant * constant * constant * constant
-    return by_constant
+    return beta + tl.where(total > most, most, total)
 
 
 @triton.jit

@@ -14,11 +14,10 @@ import triton.language as tl
 from dynorm.kernels import _form
 from dynorm.kernels._triton_functions import (
     by_channel,
-    by_total,
     compute,
     constant_of,
     derivatives,
-    of_token,
+    plus_tokens,
     shift_of,
     value,
 )
@@ -86,7 +85,7 @@ def layer_of(x, parameters, channel, mask, FORM: tl.constexpr):
     COMPUTE: tl.constexpr = compute(x)
     constant = constant_of(constant_ptr, COMPUTE, FORM)
     if token_ptr is not None:
-        constant, _ = of_token(constant, token_ptr, mask, FORM.function)
+        constant = plus_tokens(constant, token_ptr, mask, FORM.function)
     shift = shift_of(shift_ptr, COMPUTE)
     y = value(x.to(COMPUTE), constant, shift, FORM.function, x.dtype.primitive_bitwidth < 32)
     y *= tl.full([], FORM.scale, COMPUTE)
@@ -158,17 +157,13 @@ def backward_kernel(
         u = tl.load(x_ptr + offset, mask, other=0.0).to(COMPUTE)
         row_constant = constant
         if token_ptr is not None:
-            row_constant, root = of_token(constant, token_ptr + row, row < rows, FUNCTION)
+            row_constant = plus_tokens(constant, token_ptr + row, row < rows, FUNCTION)
         # Computed again from x, because f was not saved.
-        f, slope, by_row_constant, by_shift = derivatives(u, row_constant, shift, FUNCTION, NARROW)
+        f, slope, by_constant, by_shift = derivatives(u, row_constant, shift, FUNCTION, NARROW)
         if OF_TOKENS & WANTED:
-            grad_row = grad * (gain * by_total(by_row_constant, row_constant, FUNCTION))
+            by_token = tl.sum(grad * (gain * by_constant), 1, keep_dims=True)
             target = partial_ptr + TOKENS * region + block.to(tl.int64) * rows + row
-            tl.store(target, tl.sum(grad_row, 1, keep_dims=True), row < rows)
-        by_constant = by_row_constant
-        if token_ptr is not None:
-            # The derivative of the row's constant by the stored one.
-            by_constant *= root * root * root
+            tl.store(target, by_token, row < rows)
         if OF_X & WANTED:
             grad_x = grad * (gain * slope)
             if grad_total_ptr is not None:

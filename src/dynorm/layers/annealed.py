@@ -131,7 +131,9 @@ class AnnealedNorm(PointwiseNorm):
         layer = self.target(**super().config(), device="meta")
         for name, parameter in self._parameters.items():
             layer.register_parameter(name, parameter)
-        layer.register_buffer("witnesses", self.witnesses)
+        for name, buffer in self._buffers.items():
+            if name != "t":
+                layer.register_buffer(name, buffer)
         return layer.train(self.training)
 
     def config(self) -> dict[str, Any]:
@@ -181,7 +183,7 @@ class AnnealedNorm(PointwiseNorm):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._follow()
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # In bfloat16 it would no longer be the number that was set; to_empty leaves any number.
         if self.t.dtype != torch.float32:
             self.t = torch.full_like(self.t, self._position, dtype=torch.float32)

@@ -16,7 +16,7 @@ class Derf(AlphaNorm):
     checkpoints (``alpha``, ``shift``, ``weight``, ``bias``) load unchanged.
 
     At first the slope at 0 is 1, as for :class:`DyISRU`, and alpha is 0.5 in the published form.
-    Shapes, dtypes and all arguments are those of :class:`DyISRU`.
+    Shapes, dtypes and arguments are those of :class:`DyISRU`, without witnesses.
 
     Raises:
         ArgumentError: an argument of :class:`DyISRU` is outside its domain.

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from dynorm import kernels
 from dynorm.arguments import clamped
-from dynorm.layers.constants import LogBetaNorm
+from dynorm.layers.witnesses import WitnessNorm
 
 
-class DyISRU(LogBetaNorm):
+class DyISRU(WitnessNorm):
     r"""Dynamic inverse square root unit: ``y = weight * scale * x / sqrt(beta + x^2) + bias``.
 
     With beta the sum of squares of the other channels this is RMSNorm, exactly; with leave-one-out
@@ -51,6 +51,6 @@ class DyISRU(LogBetaNorm):
     kernel = kernels.FunctionCode.DYISRU
 
     def f(self, x: Tensor, beta: Tensor) -> Tensor:
-        """Return ``x / sqrt(beta + x^2)``."""
+        """Return ``x / sqrt(beta + x^2)``, which ``scale`` makes ``sqrt(C) x / sqrt(beta + x^2)``."""
         x = clamped(x)
         return x / torch.sqrt(beta + x * x)

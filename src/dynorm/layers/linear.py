@@ -10,10 +10,9 @@ class LinearControl(LogBetaNorm):
     r"""A constant slope: ``y = weight * scale * x / sqrt(beta) + bias``.
 
     It has the constant of DyISRU and the same slope at 0, but no bound. If it does as well as
-    DyISRU, the bound does not help. With witnesses, and only then, inputs are clamped to 2**63
-    (float64: 2**511), so that their squares stay finite.
+    DyISRU, the bound does not help.
 
-    Shapes, dtypes and all arguments are those of :class:`DyISRU`.
+    Shapes, dtypes and arguments are those of :class:`DyISRU`, without witnesses.
 
     Raises:
         ArgumentError: an argument of :class:`DyISRU` is outside its domain.

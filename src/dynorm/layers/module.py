@@ -1,16 +1,20 @@
-"""The point-wise layers as modules: settings, witnesses, checkpoints, and what ``print`` shows."""
+"""A point-wise layer without its values: its settings, its slope, its config, and its text in ``print``."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from dynorm import kernels
 from dynorm.arguments import (
-    check_positive,
+    Shape,
+    check_channels,
+    check_dim,
+    check_finite,
     check_witnesses,
+    refuse_witnesses,
     require_gathered,
     upcast,
 )
@@ -31,7 +35,7 @@ class NoEps:
 
 
 class PointwiseModule(nn.Module):
-    """The part of a point-wise layer that is the same for every function."""
+    """The settings of a point-wise layer, and what models, optimizers and saved files ask of it."""
 
     _dynorm_layer: ClassVar[bool] = True
     kernel: ClassVar[kernels.FunctionCode]
@@ -39,8 +43,6 @@ class PointwiseModule(nn.Module):
     constants: ClassVar[tuple[str, ...]] = ()
     # Whether that one is kept as its logarithm.
     logarithmic: ClassVar[bool] = False
-    # The parameters in the order of the kernels, and the gains of witnesses.
-    numbers: ClassVar[tuple[str, ...]]
     # DyISRU's beta for the same slope at 0, times the square of the function's constant.
     slope_ratio: ClassVar[float] = 1.0
     # Maps beta to the first parameter that gives f the slope 1 / sqrt(beta) at 0.
@@ -48,19 +50,24 @@ class PointwiseModule(nn.Module):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    log_gain: nn.Parameter | None
-    witnesses: Tensor | None
-    witness_channels: tuple[int, ...]
-    channels: int
-    dim: int
-    scale: float
-    promote: bool
-    weight_offset: float
+    witness_channels: tuple[int, ...] = ()  # of DyISRU only
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if cls.constants:
-            cls.numbers = (cls.constants[0], "shift", "weight", "bias", "log_gain")
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        scale: float | None,
+        dim: int,
+        promote: bool,
+        weight_offset: float,
+    ) -> None:
+        super().__init__()
+        self.channels = check_channels(normalized_shape)
+        self.dim = check_dim(dim)
+        self.scale = check_finite("scale", math.sqrt(self.channels) if scale is None else scale)
+        if self.scale == 0:
+            raise ArgumentError("scale must not be 0, got 0: leave it out for sqrt(C)")
+        self.promote = promote
+        self.weight_offset = check_finite("weight_offset", weight_offset)
 
     @property
     def normalized_shape(self) -> tuple[int]:
@@ -86,36 +93,27 @@ class PointwiseModule(nn.Module):
         """Return the fields of :class:`dynorm.kernels.Form`."""
         return int(self.kernel), self.logarithmic, self.scale
 
-    def kernel_parameters(self) -> tuple[list[Tensor | None], Tensor | None]:
-        """Return the fields of :class:`dynorm.kernels.Parameters`, and the logarithms of the gains."""
+    def kernel_parameters(self) -> list[Tensor | None]:
+        """Return the fields of :class:`dynorm.kernels.Parameters`."""
+        names = (self.constants[0], "shift", "weight", "bias")
         # From the dictionary of nn.Module: a kernel takes a few microseconds, and attributes as long.
         stored: Mapping[str, Tensor | None] = self._parameters
         if self._modules or not stored:
             # A parametrization, or a replica of DataParallel, keeps a parameter elsewhere.
-            stored = {name: getattr(self, name, None) for name in self.numbers}
+            stored = {name: getattr(self, name, None) for name in names}
         # A list, which Dynamo makes a tuple of if it is unpacked with a star.
-        parameters = [stored.get(name) for name in self.numbers]
-        log_gain = parameters.pop()
+        parameters = [stored.get(name) for name in names]
         if self.weight_offset:
             parameters[2] = self.factor()
-        return parameters, log_gain
+        return parameters
 
     def initial_constants(self) -> dict[str, float]:
         """Return the first values of the constants, by the size and the scale."""
         raise NotImplementedError
 
-    def witnesses_and_gains(self) -> tuple[Tensor, Tensor]:
-        """Return the positions of the witnesses, and the weight of the square of each."""
-        assert self.witnesses is not None
-        assert self.log_gain is not None
-        return self.witnesses, upcast(self.log_gain).exp()
-
     def constant_parameters(self) -> list[nn.Parameter]:
-        """Return all parameters except weight and bias: the constants and the gains."""
-        parameters = [getattr(self, name) for name in self.constants]
-        if self.log_gain is not None:
-            parameters.append(self.log_gain)
-        return parameters
+        """Return all parameters except weight and bias."""
+        return [getattr(self, name) for name in self.constants]
 
     def returned_dtype(self, given: torch.dtype) -> torch.dtype:
         """Return the dtype of the output for an input of dtype ``given`` and the present weight."""
@@ -165,66 +163,26 @@ class PointwiseModule(nn.Module):
         largest = torch.finfo(stored.dtype).max
         store_(stored, self.constant_from(value).to(stored.dtype).clamp(-largest, largest))
 
-    @torch.inference_mode(False)
     def set_witnesses_(
-        self,
-        witnesses: int | Sequence[int],
-        gains: Sequence[float] | None = None,
+        self, witnesses: int | Sequence[int], gains: Sequence[float] | None = None
     ) -> None:
-        """Replace the witnesses; an empty sequence makes the layer a function of one channel again.
-
-        ``log_gain`` becomes a new parameter: give it to the optimizer afterwards.
-
-        Args:
-            witnesses: the positions of at most 16 channels; a number N for the first N.
-            gains: the weight of the square of each, 1 by default.
+        """Refuse witnesses: only :class:`dynorm.DyISRU` takes them.
 
         Raises:
-            ArgumentError: there are too many witnesses, one is out of range or named twice, or the
-                gains are not positive numbers, one for each witness.
+            ArgumentError: there are some.
         """
-        channels = check_witnesses(witnesses, self.channels)
-        if gains is None:
-            gains = [1.0] * len(channels)
-        if not isinstance(gains, Iterable) or len(gains) != len(channels):
-            raise ArgumentError(
-                f"gains must be a list, one for each of {len(channels)} witnesses, got {gains!r}"
-            )
-        logarithms = [math.log(check_positive("gains", gain)) for gain in gains]
-        log_gain = None
-        positions = None
-        if channels:
-            like = self.first_constant
-            values = torch.tensor(logarithms, device=like.device, dtype=like.dtype)
-            log_gain = nn.Parameter(values, like.requires_grad)
-            positions = torch.tensor(channels, device=like.device)
-        self.witness_channels = channels
-        self.register_parameter("log_gain", log_gain)
-        # In the state dict, so that a checkpoint says which channels its gains belong to.
-        self.register_buffer("witnesses", positions)
+        if check_witnesses(witnesses, self.channels):
+            refuse_witnesses(type(self).__name__, witnesses)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # From the meta device to_empty brings arbitrary numbers.
-        if self.witnesses is not None and not self.witnesses.is_meta:
-            self.witnesses = torch.tensor(self.witness_channels, device=self.witnesses.device)
-        return self
-
-    def has_witnesses(self, saved: Tensor) -> bool:
-        """Return whether the tensor of a checkpoint names this layer's witnesses."""
-        return saved.dtype == torch.int64 and saved.tolist() == list(self.witness_channels)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        saved = state_dict.get(f"{prefix}witnesses")
-        has_values = isinstance(saved, Tensor) and not saved.is_meta
-        if has_values and self.witness_channels and not self.has_witnesses(saved):
-            errors: list[str] = args[-1]
-            errors.append(
-                f"{prefix}witnesses must be the layer's, {list(self.witness_channels)}, got "
-                f"{saved.tolist()}: build the layer with the witnesses of the checkpoint"
-            )
-            return
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set factors to 1, the bias to 0, the constants to their defaults."""
+        for name, value in self.initial_constants().items():
+            getattr(self, name).fill_(value)
+        if self.weight is not None:
+            self.weight.fill_(1.0 - self.weight_offset)
+        if self.bias is not None:
+            self.bias.zero_()
 
     @torch.no_grad()
     def fill_constants_(self, beta: Tensor | float) -> None:
@@ -245,8 +203,6 @@ class PointwiseModule(nn.Module):
         for name in ("promote", "weight_offset"):
             if getattr(self, name):
                 config[name] = getattr(self, name)
-        if self.witness_channels:
-            config["witnesses"] = list(self.witness_channels)
         return config
 
     def extra_repr(self) -> str:

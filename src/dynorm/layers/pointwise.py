@@ -1,26 +1,20 @@
 """The base of the point-wise layers: ``y = weight * scale * f(x) + bias``."""
 
-import math
 from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from dynorm import kernels
-from dynorm.arguments import (
-    Shape,
-    check_channels,
-    check_dim,
-    check_finite,
-    is_exporting,
-    upcast,
-)
+from dynorm.arguments import Shape, along, is_exporting, resolve, upcast
 from dynorm.dtypes import is_floating_dtype
 from dynorm.errors import ArgumentError
-from dynorm.layers.by_kernel import KernelModule
+from dynorm.layers.by_kernel import call_kernel, check_input, check_residual, may_add
+from dynorm.layers.module import PointwiseModule
 
 
-class PointwiseNorm(KernelModule):
+class PointwiseNorm(PointwiseModule):
     """Base of the layers that replace a norm: ``y = weight * scale * f(x) + bias``.
 
     A subclass has ``f``, its constants and the number of its kernel. Parameters are never
@@ -51,16 +45,9 @@ class PointwiseNorm(KernelModule):
         promote: bool = False,
         weight_offset: float = 0.0,
     ) -> None:
-        super().__init__()
+        super().__init__(normalized_shape, scale, dim, promote, weight_offset)
         if dtype is not None and not is_floating_dtype(dtype):
             raise ArgumentError(f"dtype must be a real floating point dtype, got {dtype}")
-        self.channels = check_channels(normalized_shape)
-        self.dim = check_dim(dim)
-        self.scale = check_finite("scale", math.sqrt(self.channels) if scale is None else scale)
-        if self.scale == 0:
-            raise ArgumentError("scale must not be 0, got 0: leave it out for sqrt(C)")
-        self.promote = promote
-        self.weight_offset = check_finite("weight_offset", weight_offset)
 
         def add(name: str, size: int, exists: bool = True) -> None:
             parameter = None
@@ -75,16 +62,28 @@ class PointwiseNorm(KernelModule):
         add("bias", self.channels, elementwise_affine and bias)
         self.reset_parameters()
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Set factors and gains to 1, the bias to 0, the constants to their defaults."""
-        for name, value in self.initial_constants().items():
-            getattr(self, name).fill_(value)
-        if self.weight is not None:
-            self.weight.fill_(1.0 - self.weight_offset)
-        for parameter in (self.bias, self.log_gain):
-            if parameter is not None:
-                parameter.zero_()
+    @overload
+    def __call__(self, x: Tensor) -> Tensor: ...
+    @overload
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """Return ``forward(x)``; with a residual ``forward(x + residual)`` and the sum, in one pass.
+
+        Hooks see a call with the sum.
+
+        Raises:
+            ArgumentError: ``residual`` is not a tensor of the shape of ``x``, or as :meth:`forward`.
+        """
+        if residual is None:
+            return super().__call__(x)
+        check_residual(x, residual)
+        is_usual = type(self).pointwise is PointwiseNorm.pointwise
+        if is_usual and may_add(self, x, residual):
+            results = self.by_kernel(x, residual)
+            if results is not None:
+                return results[0], results[1]
+        total = x + residual
+        return super().__call__(total), total
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the function to every element of ``x``.
@@ -99,38 +98,40 @@ class PointwiseNorm(KernelModule):
         Raises:
             ArgumentError: ``x`` is not a floating point tensor, or has another size at ``dim``.
         """
-        if not isinstance(x, Tensor):
-            raise ArgumentError(
-                f"x must be a tensor, got {type(x).__name__}: make the layer a leaf for a Proxy of fx"
-            )
-        if not self._has_channels(x):
-            raise ArgumentError(
-                f"x must have {self.channels} channels at dim {self.dim}, got shape "
-                f"{tuple(x.shape)}: pass the dim that holds the channels"
-            )
+        check_input(self, x)
         if self.promote:
             x = x.to(self.returned_dtype(x.dtype))
         return self.pointwise(x)
 
+    def pointwise(self, x: Tensor) -> Tensor:
+        """Return the function of ``x``, whose size is checked, by a kernel if one serves."""
+        # As torch's own norms return it.
+        if self.dim == -1:
+            x = x.contiguous()
+        results = self.by_kernel(x)
+        return self.definition(x) if results is None else results[0]
+
+    def by_kernel(self, x: Tensor, residual: Tensor | None = None) -> Sequence[Tensor] | None:
+        """Return the function of x, or of ``x + residual`` and that sum, by a kernel; None if none serves."""
+        return call_kernel(self, x, residual)
+
     def definition(self, x: Tensor) -> Tensor:
         """Return ``weight * scale * f(x) + bias`` by plain torch, in at least float32."""
-        parameters, log_gain = self.kernel_parameters()
+        z, axis = resolve(x, self.dim)
+        parameters = self.kernel_parameters()
         form = kernels.Form(*self.form())
-        if log_gain is not None:
-            witnesses, gain = self.witnesses_and_gains()
-            return form.definition(x, parameters, dim=self.dim, witnesses=witnesses, gain=gain)
-        # An integer gets its error there.
-        if self.dim != -1 or not x.is_floating_point():
-            return form.definition(x, parameters, dim=self.dim)
-        if torch.compiler.is_compiling() and not is_exporting():
+        if self.dim == -1 and torch.compiler.is_compiling() and not is_exporting():
             # One operator, which a pass may find before it is taken apart.
             return kernels.definition(x, *parameters, *form)
         constant, _, weight, bias = parameters
         assert constant is not None
-        y = self.f(upcast(x), form.constant(constant))
-        y = y * (self.scale if weight is None else upcast(weight) * self.scale)
+        y = self.f(z, form.constant(constant))
+        if weight is None:
+            y = y * self.scale
+        else:
+            y = y * along(upcast(weight) * self.scale, z, axis)
         if bias is not None:
-            y = y + bias
+            y = y + along(bias, z, axis)
         return y.to(x.dtype)
 
     def f(self, x: Tensor, constant: Tensor) -> Tensor:

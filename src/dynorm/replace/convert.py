@@ -94,17 +94,18 @@ def convert_(
             (towards DyISRU), "annealed_dyt", "annealed_derf", "annealed_linear": they compute the
             norm until :func:`set_anneal_` moves them. A mapping gives different norms different
             layers, by globs of their paths: ``{"*.layers.0.*": "keep", "*.ln_f": "dyt", "head.*":
-            {"to": "derf", "witnesses": 4}}``. The first glob that matches a norm decides. A mapping
+            {"witnesses": 4}}``. The first glob that matches a norm decides. A mapping
             of options lacks nothing that this call's arguments have, and "keep" leaves the norm.
             ``"*"`` is for the norms that no other glob matches, which become DyISRU without it.
-        witnesses: how many channels :func:`calibrate_` may choose for each layer, whose token sizes
-            they show, at most 16. 0 keeps the pure function of one channel.
+        witnesses: how many channels :func:`calibrate_` may choose for each DyISRU, whose token sizes
+            they show, at most 16. 0 keeps the pure function of one channel; other functions take 0.
 
     Returns:
         A report with one row per site. Refused sites keep their norms and are listed.
 
     Raises:
-        ArgumentError: ``to`` or an option is unknown, or a glob matches no site.
+        ArgumentError: ``to`` or an option is unknown, a glob matches no site, or witnesses are for
+            another function than DyISRU.
         ModelError: the model has no norm to replace, is converted already, is compiled, wrapped or
             on the meta device; the sites belong to another model; or a norm shares a weight of
             another shape than its channels with another module.

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
-from dynorm.arguments import MOST_WITNESSES, check_count
+from dynorm.arguments import MOST_WITNESSES, check_count, refuse_witnesses
 from dynorm.errors import ArgumentError
 from dynorm.family import layer_class
-from dynorm.layers import AnnealedNorm, PointwiseNorm
+from dynorm.layers import AnnealedNorm, DyISRU, PointwiseNorm
 from dynorm.site import NormSite, require_matches
 
 Target = str | Mapping[str, str | Mapping[str, Any]]
@@ -27,8 +27,8 @@ class LayerOptions:
     """The layer in the place of a norm, as the arguments of ``convert_`` describe it.
 
     Example:
-        >>> LayerOptions().changed({"to": "dyt", "witnesses": 4})
-        LayerOptions(to='dyt', witnesses=4)
+        >>> LayerOptions(witnesses=2).changed({"witnesses": 4})
+        LayerOptions(to='dyisru', witnesses=4)
     """
 
     to: str = "dyisru"
@@ -69,6 +69,8 @@ class LayerOptions:
                 f"witnesses must be at most {MOST_WITNESSES}, got {self.witnesses!r}: a sum over "
                 "many channels is a norm again: keep the norm"
             )
+        if self.witnesses and not issubclass(self.kind, DyISRU):
+            refuse_witnesses(repr(self.to), self.witnesses)
 
 
 def options_by_glob(to: Target, base: LayerOptions) -> dict[str, LayerOptions | None]:

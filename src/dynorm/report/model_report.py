@@ -128,11 +128,12 @@ class ModelReport(Report):
             )
         if not _lost_quality(self.output):
             return "try it on your own task"
+        may_have_witnesses = True
+        for site in self.sites:
+            if site.layer != "dyisru" or site.witnesses:
+                may_have_witnesses = False
         stages = self.meta.get("stages", {})
-        has_witnesses = any(site.witnesses for site in self.sites)
-        return ways_on(
-            "distill" in stages, with_witnesses=not has_witnesses and "fold" not in stages
-        )
+        return ways_on("distill" in stages, with_witnesses=may_have_witnesses)
 
     def findings(self) -> list[str]:
         """Return the verdict and the figures of the stages."""
@@ -237,7 +238,7 @@ def about_loss(output: OutputReport) -> str:
 
 
 def ways_on(is_distilled: bool, *, with_witnesses: bool) -> str:
-    """Return how to lose less; ``with_witnesses`` if the layers lack them and may have some."""
+    """Return how to lose less; ``with_witnesses`` if all layers are DyISRUs without any."""
     ways = ["distil it (dynorm.distill_, or --steps in the command)"]
     if is_distilled:
         ways = ["distil it longer"]

@@ -182,7 +182,7 @@ struct Sums {
 };
 
 // Some vectors of the backward pass, each of a row of its own, at one place: sums grow, grad becomes the
-// gradient of x. The constant is each row's own.
+// gradient of x. There is a constant for each, because add_squares writes to it.
 template <int F, class C, int kCount, class Vector>
 __attribute__((always_inline)) inline void step(Vector (&u)[kCount], Vector (&grad)[kCount], Vector (&constant)[kCount],
                                                 Vector shift, Vector slope_gain, Sums<Vector>& sums) {

@@ -58,7 +58,9 @@ Problem read_problem(PyObject* const* a, Reader& reader, DLTensor& x) {
   for (int role = 0; role < dynorm::kRoles; ++role) {
     p.parameters[role] = reader.numbers(a[kNumbers + role], x, role);
   }
+  const bool has_tokens = p.parameters[dynorm::kToken].data != nullptr;
   reader.fits = reader.fits && p.parameters[dynorm::kConstant].data != nullptr;
+  reader.fits = reader.fits && (p.function == dynorm::kDyisru || !has_tokens);
   return p;
 }
 

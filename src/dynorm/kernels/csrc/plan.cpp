@@ -22,7 +22,6 @@ constexpr std::int64_t kMostChunks = 64;
 constexpr std::int64_t kRowsInFloat = 128, kMostSideBySide = 4;
 // Larger outputs do not fit the cache, so they need not pass through it.
 constexpr std::int64_t kStreamedBytes = std::int64_t{16} << 20;
-constexpr double kPi = 3.141592653589793;
 
 ParallelFor parallel_for_of_torch = nullptr;
 
@@ -123,11 +122,15 @@ struct Plan {
   Row row() const { return {&constant, &shift, at[kAtGain], at[kAtBias], at[kAtSlopeGain]}; }
 };
 
-// The parameters of one token with its number T.
+// DyISRU's parameters for one token, whose number T is added to beta.
 template <class Number>
-class Token {
- public:
-  explicit Token(const Plan<Number>& given) : plan(given), function(given.function) {
+struct Token {
+  const Plan<Number>& plan;
+  int function = kDyisru;
+  Number beta = 1;
+  Number* slope_gain;
+
+  explicit Token(const Plan<Number>& given) : plan(given) {
     static thread_local Buffer<Number> buffer;
     slope_gain = buffer.of(plan.padded);
     std::fill(slope_gain, slope_gain + plan.padded, Number{1});
@@ -135,61 +138,27 @@ class Token {
 
   void set(std::int64_t token) {
     const double total = number_at(plan.problem.parameters[kToken], token);
-    if (plan.problem.function == kDyisru) {
-      add(total);
-    } else {
-      divide(total);
-    }
-    if (plan.backward) plan.set_slope_gain(function, constant, slope_gain);
+    // An infinite beta has no slope, but its quotients would be NaN.
+    const Number sum = static_cast<Number>(plan.constant + total), largest = std::numeric_limits<Number>::max();
+    beta = plan.backward && sum > largest ? largest : sum;
+    function = is_usual(beta, plan.backward) ? kDyisru : kDyisruWide;
+    if (plan.backward) plan.set_slope_gain(function, beta, slope_gain);
   }
 
   Row row() const {
     Row row = plan.row();
-    row.constant = &constant;
+    row.constant = &beta;
     row.slope_gain = slope_gain;
     return row;
   }
 
-  // From the sums of this row to those of all rows; returns the gradient of T.
-  double add_sums(const Number* sums, double* totals) const {
-    const std::int64_t padded = plan.padded;
-    const Number *gain = plan.at[kAtGain], *moment = sums + kSumMoment * padded;
-    for (int kind = 0; kind < number_of_sums(function); ++kind) {
-      const double factor = kind == kSumMoment ? cube : 1;
-      for (std::int64_t i = kind * padded; i < (kind + 1) * padded; ++i) totals[i] += factor * sums[i];
-    }
-    double gradient = 0;
-    for (std::int64_t c = 0; c < plan.problem.channels; ++c) gradient += gain[c] * moment[c];
-    const double own = constant;
-    const bool is_dyisru = plan.problem.function == kDyisru;
-    return -0.5 * gradient * (is_dyisru ? 1 : ratio() * own * own * own);
+  // The gradient of T from the sums of the token's row.
+  double gradient(const Number* sums) const {
+    const Number *gain = plan.at[kAtGain], *moment = sums + kSumMoment * plan.padded;
+    double sum = 0;
+    for (std::int64_t c = 0; c < plan.problem.channels; ++c) sum += gain[c] * moment[c];
+    return -0.5 * sum;
   }
-
-  int function_of_row() const { return function; }
-
- private:
-  // 1 / (beta slope^2): the slope of erf at 0 is 2 / sqrt(pi).
-  double ratio() const { return plan.problem.function == kDerf ? 4 / kPi : 1; }
-
-  void add(double total) {
-    // An infinite constant has no slope, but its quotients would be NaN.
-    const Number largest = std::numeric_limits<Number>::max();
-    const Number sum = static_cast<Number>(plan.constant + total);
-    constant = plan.backward && sum > largest ? largest : sum;
-    function = is_usual(constant, plan.backward) ? kDyisru : kDyisruWide;
-  }
-
-  void divide(double total) {
-    const double own = plan.constant, root = 1 / std::sqrt(1 + ratio() * own * own * total);
-    constant = static_cast<Number>(own * root);
-    cube = root * root * root;
-  }
-
-  const Plan<Number>& plan;
-  int function;
-  Number constant;
-  double cube = 1;  // the derivative of the token's constant by the layer's
-  Number* slope_gain;
 };
 
 const char* offset(const void* p, std::int64_t bytes) { return static_cast<const char*>(p) + bytes; }
@@ -211,7 +180,7 @@ void forward_as(const Kernels& kernels, const Problem& problem, void* y) {
     Token<Number> token(plan);
     for (std::int64_t i = begin; i < end; ++i) {
       token.set(i);
-      run(token.function_of_row(), i, i + 1, token.row());
+      run(token.function, i, i + 1, token.row());
     }
   });
 }
@@ -249,20 +218,20 @@ struct Backwards {
   const Wanted wanted;
   const std::int64_t padded = plan.padded;
 
-  void run(int function, std::int64_t begin, std::int64_t end, const Row& row, Number* sums) const {
+  // Rows that share their parameters; their sums, in `sums`, are added to `totals`. Both are null if none is wanted.
+  void run(int function, std::int64_t begin, std::int64_t end, const Row& row, Number* sums, double* totals) const {
     const Problem& problem = plan.problem;
     const Backward kernel = kernels.backward[function][problem.dtype];
     const std::int64_t at = begin * problem.channels * size_of(problem.dtype);
+    if (sums != nullptr) std::fill(sums, sums + kSums * padded, Number{0});
     kernel(offset(problem.x, at), offset(grad_y, at), offset(grad_x, at), end - begin, problem.channels, row, sums,
            padded);
+    for (std::int64_t i = 0; sums != nullptr && i < kSums * padded; ++i) totals[i] += sums[i];
   }
 
-  // The sums of these two are added to `totals`; both are null if none is wanted.
   void rows(std::int64_t begin, std::int64_t end, Number* sums, double* totals) const {
     for (std::int64_t block = begin; block < end; block += kRowsInFloat) {
-      if (sums != nullptr) std::fill(sums, sums + kSums * padded, Number{0});
-      run(plan.function, block, std::min(end, block + kRowsInFloat), plan.row(), sums);
-      for (std::int64_t i = 0; sums != nullptr && i < kSums * padded; ++i) totals[i] += sums[i];
+      run(plan.function, block, std::min(end, block + kRowsInFloat), plan.row(), sums, totals);
     }
   }
 
@@ -270,11 +239,8 @@ struct Backwards {
     Token<Number> token(plan);
     for (std::int64_t i = begin; i < end; ++i) {
       token.set(i);
-      if (sums != nullptr) std::fill(sums, sums + kSums * padded, Number{0});
-      run(token.function_of_row(), i, i + 1, token.row(), sums);
-      if (sums == nullptr) continue;
-      const double gradient = token.add_sums(sums, totals);
-      if (grad_token.data != nullptr) put(grad_token, i, gradient);
+      run(token.function, i, i + 1, token.row(), sums, totals);
+      if (grad_token.data != nullptr) put(grad_token, i, token.gradient(sums));
     }
   }
 

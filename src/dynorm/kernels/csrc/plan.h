@@ -16,8 +16,8 @@ struct Numbers {
 // Order of the parameters, and of their gradients: two of one number, two of one per channel, and one per token.
 enum Role { kConstant = 0, kShift, kWeight, kBias, kToken, kRoles };
 
-// y = weight * scale * f(x) + bias for each row of `channels` numbers. A token's number T makes its constant
-// constant + T for DyISRU, and constant / sqrt(1 + ratio constant^2 T) for the functions of a slope.
+// y = weight * scale * f(x) + bias for each row of `channels` numbers. A token's number is added to beta: only DyISRU
+// takes them.
 struct Problem {
   Function function;
   // The constant is log(beta), for DyISRU and the linear map, whose slope is then 1 / sqrt(beta).
