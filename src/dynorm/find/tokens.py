@@ -72,21 +72,21 @@ def plain_copy(
                 tensor = nn.Parameter(tensor, requires_grad=False)
             known[id(value)] = tensor
             return tensor
-        module = value.__class__.__new__(value.__class__)
-        known[id(value)] = module
+        twin = value.__class__.__new__(value.__class__)
+        known[id(value)] = twin
         for name, attribute in value.__dict__.items():
             if name in HOOK_TABLES:
-                module.__dict__[name] = type(attribute)()
+                twin.__dict__[name] = type(attribute)()
             elif name in ("_modules", "_parameters", "_buffers"):
-                module.__dict__[name] = {key: copied(part) for key, part in attribute.items()}
+                twin.__dict__[name] = {key: copied(part) for key, part in attribute.items()}
             elif isinstance(attribute, Tensor):
-                module.__dict__[name] = copied(attribute)
+                twin.__dict__[name] = copied(attribute)
             elif type(attribute) in (list, dict, set):
-                module.__dict__[name] = copy.copy(attribute)
+                twin.__dict__[name] = copy.copy(attribute)
             # A patched forward is bound to the original; the class has the true one.
             elif name != "forward":
-                module.__dict__[name] = attribute
-        return module
+                twin.__dict__[name] = attribute
+        return twin
 
     replica: nn.Module = copied(module)
     if not random:

@@ -90,26 +90,34 @@ def product_of(op: Node, value: Node | None = None) -> _Product | None:
     product = None
     if name in _PRODUCTS and is_tensor(args[0]) and is_tensor(args[1]):
         rank = rank_of(args[1])
-        product = _Product(args[0], args[1], rank - 2, rank - 1)
+        product = _Product(args[0], args[1], contracted=rank - 2, out=rank - 1)
         if name in _PLAIN_PRODUCTS and args[1] is value:
             # A weight on the left, as of experts.
             rank = rank_of(args[0])
-            product = _Product(args[1], args[0], rank - 1, rank - 2, from_end=2)
+            product = _Product(args[1], args[0], contracted=rank - 1, out=rank - 2, from_end=2)
+    # Of the others, all that is read below is positional.
     elif op.kwargs:
         return None
     elif name == "aten.linear":
-        product = _Product(args[0], args[1], 1, 0, argument(op, 2))
+        product = _Product(args[0], args[1], contracted=1, out=0, bias=argument(op, 2))
     elif name == "aten.addmm":
-        product = _Product(args[1], args[2], 0, 1, args[0])
+        product = _Product(args[1], args[2], contracted=0, out=1, bias=args[0])
     elif name == "aten.embedding":
-        product = _Product(None, args[0], 0, 1)
-    elif name in _CONVOLUTIONS and (argument(op, 6) or 1) == 1:
-        if rank_of(argument(op, 1)) != rank_of(op):
+        product = _Product(None, args[0], contracted=0, out=1)
+    elif name in _CONVOLUTIONS:
+        # Padding is "same", "valid" or the width at each side.
+        bias, padding, groups = argument(op, 2), argument(op, 4) or (), argument(op, 6) or 1
+        if groups != 1 or rank_of(argument(op, 1)) != rank_of(op):
             return None
-        # "same", "valid" or the width at each side.
-        padding = argument(op, 4) or ()
-        pads = padding != "valid" and any(padding)
-        product = _Product(args[0], args[1], 1, 0, argument(op, 2), rank_of(op) - 1, pads)
+        product = _Product(
+            args[0],
+            args[1],
+            contracted=1,
+            out=0,
+            bias=bias,
+            from_end=rank_of(op) - 1,
+            pads=padding != "valid" and any(padding),
+        )
     if product is None or product.weight in (product.value, product.bias):
         return None
     is_matrix = is_tensor(product.weight) and rank_of(product.weight) >= 2

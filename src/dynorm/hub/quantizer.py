@@ -4,7 +4,6 @@ To transformers this is a quantization method.
 """
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +41,6 @@ from dynorm.hub.transformers import ConfigReader
 '''
 CODE_ENTRY = {"AutoConfig": "modeling_dynorm.ConfigReader"}
 _AFFINE = ("weight", "bias")
-# Whether this is inside a call of from_pretrained.
-LOADING: ContextVar[bool] = ContextVar("LOADING", default=False)
 
 
 class DynormConfig(QuantizationConfigMixin):  # type: ignore[misc]

@@ -24,7 +24,6 @@ from dynorm.hub import contents, quantizer
 from dynorm.hub.quantizer import (
     CODE,
     CODE_FILE,
-    LOADING,
     METHOD,
     DynormConfig,
     added_keys,
@@ -49,7 +48,6 @@ def register() -> None:
     kind = PreTrainedModel
     kind.save_pretrained = _describing(_original(kind.save_pretrained))
     kind.from_pretrained = classmethod(_checked(_original(kind.from_pretrained)))
-    kind.__init__ = _refusing(_original(kind.__init__))
 
 
 def _original(method: Any) -> Any:
@@ -91,34 +89,12 @@ def _checked(from_pretrained: Any) -> Any:
     def checked_from_pretrained(
         cls: object, *args: object, output_loading_info: bool = False, **kwargs: object
     ) -> Any:
-        token = LOADING.set(True)
-        try:
-            model, info = from_pretrained(cls, *args, output_loading_info=True, **kwargs)
-        finally:
-            LOADING.reset(token)
+        model, info = from_pretrained(cls, *args, output_loading_info=True, **kwargs)
         _require_all_layers(model, info["missing_keys"], info["unexpected_keys"])
         return (model, info) if output_loading_info else model
 
     checked_from_pretrained._without_dynorm = from_pretrained  # type: ignore[attr-defined]
     return checked_from_pretrained
-
-
-def _refusing(build: Any) -> Any:
-    """Return an ``__init__`` that refuses a config which names layers: it would build norms."""
-
-    @wraps(build)
-    def refusing_init(self: Any, config: Any, *args: object, **kwargs: object) -> None:
-        # from_pretrained builds a model in the same way, and then gives it the layers.
-        if not LOADING.get() and _method(config) == METHOD:
-            raise ModelError(
-                "the config must not name point-wise layers to build a new model from, because "
-                f"{type(self).__name__} would have norms in their place: call from_pretrained, or "
-                "delete config.quantization_config to get the norms"
-            )
-        build(self, config, *args, **kwargs)
-
-    refusing_init._without_dynorm = build  # type: ignore[attr-defined]
-    return refusing_init
 
 
 def _method(config: Any) -> object:

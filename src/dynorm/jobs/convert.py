@@ -61,9 +61,8 @@ def convert_pretrained(
     if recipe.stock:
         # A class that cannot hold the result is refused before the work.
         stock_config(model)
-    prefixed = None
-    if recipe.prefix:
-        prefixed = with_prefix(model)  # has the model inside, which is changed with it
+    # The prefix is put around the model, which is converted with it.
+    whole = with_prefix(model) if recipe.prefix else model
     assert recipe.batch is not None
     assert recipe.calibration is not None
     inputs = job.inputs
@@ -74,7 +73,7 @@ def convert_pretrained(
         held_out=job.batches(inputs.held_out),
         compared=job.batches(inputs.held_out[: 4 * recipe.batch]),
     )
-    report = convert_in_stages_(prefixed or model, data, recipe, job.meta, say)
+    report = convert_in_stages_(whole, data, recipe, job.meta, say)
     if recipe.stock:
         model = as_stock(model, data.compared[0])
     stages = report.meta["stages"]
@@ -89,7 +88,7 @@ def convert_pretrained(
         report,
         recipe=recipe,
         template="conversion.jinja",
-        prefixed=prefixed,
+        prefixed=whole if recipe.prefix else None,
         name=report.name,
         remarks=(*job.pretrained.remarks, *([_STOCK] if recipe.stock else [])),
     )

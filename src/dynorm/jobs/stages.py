@@ -55,9 +55,9 @@ def convert_in_stages_(
     batch = data.calibration[0]
     sites = find_norms(model, batch)
     original: Any = _copied(model)
-    # The teacher follows the prefix too, but the model is compared with what its user has.
-    course = _Course(model, _without_prefix(original, recipe), data.compared, say)
-    # The copy has the values from before, so that no other is needed.
+    # The teacher has the prefix. Outputs are compared with the model without it, which the user has.
+    stages = _Stages(model, _without_prefix(original, recipe), data.compared, say)
+    # After an error these values are written back: the copy serves as the backup.
     before = dict(zip(_tensors(model), _tensors(original), strict=True))
     with unchanged_on_error(edited_parts(model), before):
         # Folding the means makes RMSNorms of LayerNorms.
@@ -68,17 +68,17 @@ def convert_in_stages_(
             if means is not None:
                 norms = means.norms
                 say(means.summary())
-                course.details["fold_means"] = means.to_dict()
+                stages.details["fold_means"] = means.to_dict()
         converted = convert_(model, norms, recipe.layers, witnesses=recipe.witnesses)
         say(converted.summary())
-        course.run("calibrate", calibrate_, data.calibration)
+        stages.run("calibrate", calibrate_, data.calibration)
         may_have_witnesses = not recipe.witnesses and set(converted.layers) == {"dyisru"}
         ways = ways_on(bool(recipe.steps), with_witnesses=may_have_witnesses)
         say(f"To lose less: {ways}.")
         if recipe.steps:
             if recipe.removes_norms:
                 _try_to_fold(model, batch, recipe, say)
-            course.run(
+            stages.run(
                 "distill",
                 distill_,
                 data.training,
@@ -93,14 +93,14 @@ def convert_in_stages_(
         # The sites have the paths of the model with its prefix, so it is only turned off.
         without_prefix = original.disable_adapter() if recipe.prefix else nullcontext()
         # Before the lines are folded away, because each is compared with its norm.
-        with course.timed("measure"), without_prefix:
+        with stages.timed("measure"), without_prefix:
             report = measure(model, data.held_out, original=original, sites=sites, meta=meta)
         if recipe.removes_norms:
-            course.run("fold", fold_lines_, batch)
+            stages.run("fold", fold_lines_, batch)
             if defaults_of(model) is LANGUAGE:
-                course.details["fold"]["attribution"] = attribution(model, batch)
-    report.meta["seconds"] = course.seconds
-    report.meta["stages"] = course.details
+                stages.details["fold"]["attribution"] = attribution(model, batch)
+    report.meta["seconds"] = stages.seconds
+    report.meta["stages"] = stages.details
     return report
 
 
@@ -120,7 +120,7 @@ def _without_prefix(model: Any, recipe: Recipe) -> nn.Module:
     return base
 
 
-class _Course:
+class _Stages:
     """Runs the stages of one conversion, and keeps their reports."""
 
     def __init__(

@@ -61,7 +61,7 @@ def available() -> bool:
         return True
     if not torch.cuda.is_available():
         return False
-    return torch.version.hip is not None or torch.cuda.get_device_capability() >= _CAPABILITY
+    return torch.version.hip is None and torch.cuda.get_device_capability() >= _CAPABILITY
 
 
 def interpreted() -> bool:

@@ -1,7 +1,7 @@
 """The functions of the family in Triton, with their derivatives: DyISRU, tanh, erf, linear map.
 
 All are written so that they run on a GPU and in Triton's interpreter, in float32 or float64.
-``FUNCTION`` is 0 for DyISRU, 1 for DyT, 2 for Derf, 3 for the linear map.
+``FUNCTION`` is a :class:`dynorm.kernels._form.FunctionCode`.
 """
 
 # Triton's language has Python's syntax, not its types, and its constants are in capitals.
@@ -10,6 +10,13 @@ All are written so that they run on a GPU and in Triton's interpreter, in float3
 
 import triton
 import triton.language as tl
+
+from dynorm.kernels._form import FunctionCode
+
+DYISRU = tl.constexpr(int(FunctionCode.DYISRU))
+DYT = tl.constexpr(int(FunctionCode.DYT))
+DERF = tl.constexpr(int(FunctionCode.DERF))
+LINEAR = tl.constexpr(int(FunctionCode.LINEAR))
 
 
 @triton.constexpr_function
@@ -36,14 +43,14 @@ def constant_of(pointer, COMPUTE: tl.constexpr, FORM: tl.constexpr):
     """Load the constant as the functions take it, which may be stored as log(beta)."""
     constant = tl.load(pointer).to(COMPUTE)
     if FORM.logarithmic:
-        constant = tl.exp(constant * (-0.5 if FORM.function == 3 else 1.0))
+        constant = tl.exp(constant * (-0.5 if FORM.function == LINEAR else 1.0))
     return constant
 
 
 @triton.jit
 def value(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr):
     """Compute ``f(u)``; for ``NARROW``, at most 16 bits, the fast inverse root is enough."""
-    if FUNCTION == 0:
+    if FUNCTION == DYISRU:
         d = clamped(u)
         if NARROW:
             y = d * tl.rsqrt(constant + d * d)
@@ -51,12 +58,12 @@ def value(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr):
             y = d / tl.sqrt(constant + d * d)
         else:
             y = d * inverse_root(d, constant)
-    elif FUNCTION == 1:
+    elif FUNCTION == DYT:
         y, _ = tanh(constant * u, NARROW)
-    elif FUNCTION == 2:
+    elif FUNCTION == DERF:
         y = tl.erf(constant * u + shift)
     else:
-        tl.static_assert(FUNCTION == 3, "no such function")
+        tl.static_assert(FUNCTION == LINEAR, "no such function")
         y = constant * u
     return y
 
@@ -64,7 +71,7 @@ def value(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr):
 @triton.jit
 def derivatives(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr):
     """Compute ``f(u)`` and its derivatives by u, by the constant and by the shift."""
-    if FUNCTION == 0:
+    if FUNCTION == DYISRU:
         d = clamped(u)
         square = constant + d * d
         inverse = 1.0 / tl.sqrt(square) if u.dtype == tl.float64 else tl.rsqrt(square)
@@ -74,17 +81,17 @@ def derivatives(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr
         # The definition clamps x, and so has slope 0 where it does; at NaN both have NaN.
         slope = tl.where(tl.abs(u) > limit(u), 0.0, slope)
         by_constant, by_shift = -0.5 * f * inverse * inverse, 0.0
-    elif FUNCTION == 1:
+    elif FUNCTION == DYT:
         f, steepness = tanh(constant * u, NARROW)
         slope, by_constant, by_shift = constant * steepness, u * steepness, 0.0
-    elif FUNCTION == 2:
+    elif FUNCTION == DERF:
         z = constant * u + shift
         f = tl.erf(z)
         # 2 / sqrt(pi)
         by_shift = 1.1283791670955126 * tl.exp2(-1.4426950408889634 * (z * z))
         slope, by_constant = constant * by_shift, u * by_shift
     else:
-        tl.static_assert(FUNCTION == 3, "no such function")
+        tl.static_assert(FUNCTION == LINEAR, "no such function")
         f, slope, by_constant, by_shift = constant * u, constant, u, 0.0
     return f, slope, by_constant, by_shift
 
@@ -92,7 +99,7 @@ def derivatives(u, constant, shift, FUNCTION: tl.constexpr, NARROW: tl.constexpr
 @triton.jit
 def plus_tokens(beta, token_ptr, inside, FUNCTION: tl.constexpr):
     """Compute the betas of some tokens, with their numbers T."""
-    tl.static_assert(FUNCTION == 0, "only DyISRU takes numbers of tokens")
+    tl.static_assert(FUNCTION == DYISRU, "only DyISRU takes numbers of tokens")
     total = tl.load(token_ptr, inside, other=0.0).to(beta.dtype)
     # A sum that is not finite has no inverse root of its own.
     most = limit(total) * limit(total)

@@ -13,6 +13,8 @@ import triton.language as tl
 
 from dynorm.kernels import _form
 from dynorm.kernels._triton_functions import (
+    DYISRU,
+    LINEAR,
     by_channel,
     compute,
     constant_of,
@@ -116,6 +118,8 @@ def backward_kernel(
 ):
     """Compute the gradient of x in every ``chunks``-th tile of some channels, and add up the others.
 
+    ``grad_total`` is the gradient of ``x + residual`` from its other uses, if there are any.
+
     The buffer begins with the gradient of x. At ``partial_offset`` follow the partial sums of the
     other gradients, in float32 or float64: four regions of ``chunks * channels`` numbers, of which
     the constant and the shift use one number per program, then ``(blocks, rows)`` for the tokens.
@@ -126,20 +130,21 @@ def backward_kernel(
     NARROW: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth < 32
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     partial_ptr = (buffer_ptr + partial_offset).to(tl.pointer_type(COMPUTE))
+    # A program has a block of channels, and in it the tiles chunk, chunk + chunks, ...
     program = tl.program_id(0)
     chunk = program // BLOCKS
     block = program % BLOCKS
     channel = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
     inside = channel < CHANNELS
     constant = constant_of(constant_ptr, COMPUTE, FORM)
-    if FUNCTION == 0:
+    if FUNCTION == DYISRU:
         # Outside of the rows and channels u is 0, and 0 / sqrt(0) would make the sums NaN.
         constant = tl.where(constant == 0.0, 1.2e-38, constant)
     shift = shift_of(shift_ptr, COMPUTE)
     scale = tl.full([], FORM.scale, COMPUTE)
-    gain = scale
+    factor = scale
     if weight_ptr is not None:
-        gain *= by_channel(weight_ptr, channel, inside, COMPUTE)
+        factor *= by_channel(weight_ptr, channel, inside, COMPUTE)
 
     region = chunks.to(tl.int64) * CHANNELS
 
@@ -161,11 +166,11 @@ def backward_kernel(
         # Computed again from x, because f was not saved.
         f, slope, by_constant, by_shift = derivatives(u, row_constant, shift, FUNCTION, NARROW)
         if OF_TOKENS & WANTED:
-            by_token = tl.sum(grad * (gain * by_constant), 1, keep_dims=True)
+            by_token = tl.sum(grad * (factor * by_constant), 1, keep_dims=True)
             target = partial_ptr + TOKENS * region + block.to(tl.int64) * rows + row
             tl.store(target, by_token, row < rows)
         if OF_X & WANTED:
-            grad_x = grad * (gain * slope)
+            grad_x = grad * (factor * slope)
             if grad_total_ptr is not None:
                 grad_x += tl.load(grad_total_ptr + offset, mask, other=0.0).to(COMPUTE)
             tl.store(buffer_ptr + offset, grad_x.to(buffer_ptr.dtype.element_ty), mask)
@@ -181,11 +186,11 @@ def backward_kernel(
     # Weight, scale and beta do not vary along a sum: they are multiplied in once.
     if FORM.logarithmic:
         # d beta = beta d log(beta); d slope = -slope / 2 d log(beta).
-        sum_constant *= constant * (-0.5 if FUNCTION == 3 else 1.0)
+        sum_constant *= constant * (-0.5 if FUNCTION == LINEAR else 1.0)
     if OF_CONSTANT & WANTED:
-        tl.store(partial_ptr + program, tl.sum(sum_constant * gain))
+        tl.store(partial_ptr + program, tl.sum(sum_constant * factor))
     if OF_SHIFT & WANTED:
-        tl.store(partial_ptr + SHIFT * region + program, tl.sum(sum_shift * gain))
+        tl.store(partial_ptr + SHIFT * region + program, tl.sum(sum_shift * factor))
     columns = chunk * CHANNELS + channel
     if OF_WEIGHT & WANTED:
         by_weight = tl.sum(sum_weight * scale, 0, keep_dims=True)

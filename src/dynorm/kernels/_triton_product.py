@@ -78,9 +78,6 @@ def tile_for(rows: int, channels: int, device: torch.device) -> Tile:
 
 def can_multiply(*tensors: Tensor | None) -> bool:
     """Return whether the kernel takes a product's tensors: rows of 16 bits that the copy engine can load."""
-    if torch.version.hip is not None:
-        # No tile was chosen for these GPUs.
-        return False
     for tensor in tensors:
         if tensor is None:
             continue

@@ -55,12 +55,12 @@ def param_groups(
     """
     check_module(model)
     require_gathered(model)
+    check_not_negative("lr", lr)
+    check_not_negative("weight_decay", weight_decay)
     base_rate, log_factor = lr, LOG_RATE
     if constants_lr is not None:
-        base_rate, log_factor = constants_lr, 1.0
-    rates = {"lr": lr, "weight_decay": weight_decay, "constants_lr": base_rate}
-    for name, rate in rates.items():
-        check_not_negative(name, rate)
+        # A rate that is given holds for logarithms too.
+        base_rate, log_factor = check_not_negative("constants_lr", constants_lr), 1.0
     factors: dict[nn.Parameter, float] = {}
     alphas: set[nn.Parameter] = set()
     of_layers: set[nn.Parameter] = set()
@@ -72,8 +72,8 @@ def param_groups(
             alphas.add(layer.alpha)
     matrices: dict[str, Any] = {"params": [], "lr": lr, "weight_decay": weight_decay}
     others: dict[str, Any] = {"params": [], "lr": lr, "weight_decay": 0.0}
-    # By the factor of the rate, or by the alpha that the group is for.
-    constants: dict[float | nn.Parameter, dict[str, Any]] = {}
+    # By the factor of the rate, and by the alpha that the group is for.
+    constants: dict[tuple[float, nn.Parameter | None], dict[str, Any]] = {}
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
@@ -82,8 +82,10 @@ def param_groups(
             rate = base_rate * factor
             # The rate of an alpha depends on its size now. With its own group, a run that goes on from
             # a checkpoint finds the groups that it was saved with, however the sizes have changed.
-            key = parameter if parameter in alphas else factor
-            group = constants.setdefault(key, {"params": [], "lr": rate, "weight_decay": 0.0})
+            alpha = parameter if parameter in alphas else None
+            group = constants.setdefault(
+                (factor, alpha), {"params": [], "lr": rate, "weight_decay": 0.0}
+            )
         elif parameter.dim() > 1 and parameter not in of_layers:
             group = matrices
         else:

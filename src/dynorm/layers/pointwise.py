@@ -77,8 +77,9 @@ class PointwiseNorm(PointwiseModule):
         if residual is None:
             return super().__call__(x)
         check_residual(x, residual)
-        is_usual = type(self).pointwise is PointwiseNorm.pointwise
-        if is_usual and may_add(self, x, residual):
+        # An annealed layer is not one kernel.
+        is_one_kernel = type(self).pointwise is PointwiseNorm.pointwise
+        if is_one_kernel and may_add(self, x, residual):
             results = self.by_kernel(x, residual)
             if results is not None:
                 return results[0], results[1]
@@ -123,6 +124,7 @@ class PointwiseNorm(PointwiseModule):
         if self.dim == -1 and torch.compiler.is_compiling() and not is_exporting():
             # One operator, which a pass may find before it is taken apart.
             return kernels.definition(x, *parameters, *form)
+        # ``f`` of Derf has the shift.
         constant, _, weight, bias = parameters
         assert constant is not None
         y = self.f(z, form.constant(constant))
@@ -135,5 +137,8 @@ class PointwiseNorm(PointwiseModule):
         return y.to(x.dtype)
 
     def f(self, x: Tensor, constant: Tensor) -> Tensor:
-        """Return the function of ``x``, which has at least float32."""
+        """Return the function of ``x``, which has at least float32: the formula for plain torch and export.
+
+        Kernels, compiled models and witnesses have that of :mod:`dynorm.functional`, which is the same.
+        """
         raise NotImplementedError

@@ -113,20 +113,21 @@ class WitnessNorm(LogBetaNorm):
             return None
         witnesses, gain = self.witnesses_and_gains()
         last = x.movedim(self.dim, -1)
-        shown = last.index_select(-1, witnesses)
-        u = upcast(shown)
-        # So far from the largest number that a sum of 16 squares with large gains stays finite.
+        of_witnesses = last.index_select(-1, witnesses)
+        u = upcast(of_witnesses)
+        # A square is below max / 2^28, so that 16 of them stay finite with gains up to 2^24.
         limit = torch.finfo(u.dtype).max ** 0.5 / 2**14
         # The definition clamps x where a witness is larger, or not a number. A GPU is not waited for.
         if u.is_cpu and not bool((u.abs() <= limit).all()):
             return None
         total = (u.clamp(-limit, limit).square() * gain).sum(-1)
-        laid = last.contiguous()
-        results = kernels.pointwise(self.form(), laid, None, self.kernel_parameters(), total)
+        rows = last.contiguous()
+        results = kernels.pointwise(self.form(), rows, None, self.kernel_parameters(), total)
         if results is None:
             return None
+        # The witnesses as a token of K channels: each is in the sums of the others.
         columns = functional.dyisru(
-            shown,
+            of_witnesses,
             self.beta(),
             _chosen(self.factor(), witnesses),
             _chosen(self.bias, witnesses),
@@ -135,7 +136,7 @@ class WitnessNorm(LogBetaNorm):
             gain=gain,
         )
         y = results[0].index_copy_(-1, witnesses, columns)
-        if laid is not last:
+        if rows is not last:
             # In the memory order of x.
             y = torch.empty_like(last).copy_(y)
         return [y.movedim(-1, self.dim)]

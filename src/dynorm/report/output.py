@@ -141,6 +141,7 @@ class OutputComparison:
         # Samples of several lengths have no common mean.
         if len(self._lengths) == 1:
             mean = torch.as_tensor(self._sum, device="cpu") / len(cosines)
+            # sum |y - mean|^2 = sum |y|^2 - N |mean|^2
             spread = self._square - len(cosines) * float(mean.square().sum())
             if spread > 1e-12 * self._square:
                 figures["error"] = math.sqrt(self._error_square / spread)
@@ -151,7 +152,13 @@ class OutputComparison:
             figures["tokens"] = len(predicted)
             figures["kl_worst"] = float(predicted[:, _PREDICTED.index("kl")].max())
             figures["loss_difference"] = figures["loss_now"] - figures["loss_original"]
-        return OutputReport(kind, len(cosines), float(cosines.mean()), float(least), **figures)
+        return OutputReport(
+            kind=kind,
+            samples=len(cosines),
+            cosine_mean=float(cosines.mean()),
+            cosine_min=float(least),
+            **figures,
+        )
 
     def _kind(self, batch: Batch, name: str | None, tensor: Tensor) -> Kind:
         if name == "logits":

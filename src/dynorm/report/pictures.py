@@ -65,20 +65,20 @@ def draw(axes: "Axes", fit: CurveFit, sample: Picture, colors: Mapping[str, str]
     """
     x = [value - fit.center for value in sample.x]
     outlier_x = [value - fit.center for value in sample.outlier_x]
+    shown = [*x, *outlier_x]
     knee = _KNEE * sample.sigma
     # The limits as they are on the paper: asinh of the values.
-    left = math.asinh(min(x + outlier_x) / knee)
-    right = math.asinh(max(x + outlier_x) / knee)
+    left = math.asinh(min(shown) / knee)
+    right = math.asinh(max(shown) / knee)
     margin = 0.06 * max(right - left, 1.0)
     left -= margin
     right += margin
-    top = math.asinh(1.35 * fit.scale / _KNEE)
     # A base of 0 rounds the ticks to one digit.
     axes.set_xscale("asinh", linear_width=knee, base=0)
     axes.set_yscale("asinh", linear_width=_KNEE, base=0)
     axes.locator_params(numticks=7)
     axes.set_xlim(knee * math.sinh(left), knee * math.sinh(right))
-    axes.set_ylim(-_KNEE * math.sinh(top), _KNEE * math.sinh(top))
+    axes.set_ylim(-1.35 * fit.scale, 1.35 * fit.scale)
     _label(axes, "input x − centre" if fit.center else "input x", colors)
     # As pixels: a thousand dots of an SVG are a hundred kilobytes.
     axes.plot(x, sample.y, "o", color=colors["point"], markersize=2.5, rasterized=True)

@@ -162,7 +162,7 @@ def distill_(
         # In inference mode nothing has a gradient.
         torch.inference_mode(False),
         undisturbed(teacher, evaluate=True),
-        # It has turned them off.
+        # ``undisturbed`` turns gradients off.
         torch.enable_grad(),
         kept_random_states(torch.cuda.is_available()),
         in_eval_mode(model),
