@@ -255,7 +255,7 @@ def refuse_witnesses(owner: str, got: object) -> NoReturn:
     """Refuse witnesses for a function other than DyISRU."""
     raise ArgumentError(
         f"witnesses must be 0 for {owner}, got {got!r}: only DyISRU's beta is a sum, to which the size "
-        'of a token can be added; leave them out, or take to="dyisru"'
+        'of a token can be added; leave them out there (0), or use DyISRU (to="dyisru")'
     )
 
 

@@ -125,7 +125,7 @@ def call_hint(args: tuple[object, ...]) -> str:
     if isinstance(first, str):
         return " (it takes tensors: turn texts into tokens with the model's tokenizer first)"
     if args and isinstance(args[0], list):
-        return " (it takes one batch, not a list of them)"
+        return " (it takes one batch, not a list of them: a list that is one batch goes as tuple(batch))"
     if len(args) >= 2 or isinstance(first, tuple):
         return " (a tuple holds a call's arguments: leave labels out, [x for x, y in loader])"
     return ""

@@ -135,7 +135,7 @@ def test_lines_of_a_post_norm_encoder_stay_and_are_named() -> None:
         path for path, module in model.named_modules() if isinstance(module, dynorm.LinearControl)
     ]
     assert left
-    assert f"Folded away into the weights, except {left[0]}" in report.verdict()
+    assert f"because not all that reads them is a matrix: {left[0]}" in report.verdict()
     assert "attribution" not in report.meta["stages"]["fold"]
 
 

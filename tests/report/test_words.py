@@ -23,7 +23,11 @@ def report() -> ModelReport:
         ("dyisru", (0, 0), "each value depends on its own channel"),
         ("dyisru", (0, 4), "each value depends on its own channel and on at most 4 named ones"),
         ("dyisru", (1, 0), "each value depends on its own channel and on at most 1 named one"),
-        ("linear", (0, 0), "a line: the layer depends on nothing of the token"),
+        (
+            "linear",
+            (0, 0),
+            "each value depends on its own channel, by a line that is the same for all tokens",
+        ),
     ],
 )
 def test_the_verdict_and_not_the_title_says_what_a_value_depends_on(

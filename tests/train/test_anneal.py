@@ -138,7 +138,8 @@ def test_hooks_and_mode_come_along_to_the_end() -> None:
     model.rms.register_full_backward_hook(lambda *_: seen.append("backward"))
     annealed(model)
     dynorm.set_anneal_(model, 1)
-    dynorm.finalize_(model)
+    with pytest.warns(dynorm.errors.CalibrationWarning, match="default constants"):
+        dynorm.finalize_(model)
     seen.clear()
     model(batches()[0]).sum().backward()
     assert seen == ["forward", "backward"]

@@ -99,10 +99,15 @@ class BreakAtTheEnd(TrainerCallback):
 def test_a_text_that_overflows_takes_no_step() -> None:
     data = batches()
     model = converted()
-    with pytest.warns(CalibrationWarning, match="1 of 8 steps were left out"):
+    with pytest.warns(CalibrationWarning, match="1 steps of this call were left out"):
         report = dynorm.distill_(model, [*data, 1e38 * data[0]], teacher=original(), steps=8)
     assert report.kept
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def test_first_batches_that_overflow_end_it_before_a_step() -> None:
+    with pytest.raises(DataError, match="first batches must be finite"):
+        dynorm.distill_(converted(), [1e38 * batches()[0]], teacher=original(), steps=8)
 
 
 def test_an_annealed_model_that_broke_is_put_back() -> None:
@@ -156,6 +161,7 @@ def test_after_an_error_layers_and_buffers_are_those_from_before() -> None:
     class Finalize(Raise):
         def on_train_begin(self, *args: object, **kwargs: object) -> None:
             dynorm.set_anneal_(model, 1.0)
+            layer.set_slope_(20.0)
             dynorm.finalize_(model)
             layer.register_forward_hook(print)
 

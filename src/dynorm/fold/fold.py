@@ -174,13 +174,15 @@ def traced(
 
 def _require_no_misspelt_option(model: nn.Module, kwargs: Iterable[str]) -> None:
     """Refuse a keyword that resembles an option of ``fold_``, unless the model's forward names it."""
-    options = list(signature(fold_).parameters)
+    parameters = signature(fold_).parameters.values()
+    options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     for name in kwargs:
         near = get_close_matches(name, options, 1, cutoff=0.8)
         if near and name not in signature(model.forward).parameters:
             raise ArgumentError(
                 f"every keyword must be an option of fold_ or an argument of the model, got {name!r}: do "
-                f"you mean {near[0]!r}?"
+                f"you mean {near[0]!r}? An argument that forward does not name goes into a dict: "
+                f"fold_(model, {{{name!r}: ...}})"
             )
 
 

@@ -120,7 +120,7 @@ def _require_no_layernorm(model: nn.Module, config: object) -> None:
             raise ModelError(
                 f"the norms of {type(model).__name__} must be RMSNorms, which compute the identity "
                 f"with a large eps, but {path!r} is a LayerNorm, which takes out the mean at any "
-                "eps: save the model with dynorm.save, whose folder programs load with "
+                "eps: leave out --stock, or save the model with dynorm.save; programs load that folder with "
                 "trust_remote_code=True where dynorm is installed"
             )
 

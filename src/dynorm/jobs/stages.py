@@ -53,6 +53,9 @@ def convert_in_stages_(
     an error the model is as it was before.
     """
     batch = data.calibration[0]
+    if isinstance(batch, list):
+        # A DataLoader of a TensorDataset gives lists of arguments.
+        batch = tuple(batch)
     sites = find_norms(model, batch)
     original: Any = _copied(model)
     # The teacher has the prefix. Outputs are compared with the model without it, which the user has.

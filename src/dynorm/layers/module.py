@@ -171,7 +171,7 @@ class PointwiseModule(nn.Module):
         Raises:
             ArgumentError: there are some.
         """
-        if check_witnesses(witnesses, self.channels):
+        if gains or check_witnesses(witnesses, self.channels):
             refuse_witnesses(type(self).__name__, witnesses)
 
     @torch.no_grad()

@@ -5,7 +5,7 @@ no other function's constant.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -42,7 +42,7 @@ class WitnessNorm(LogBetaNorm):
         channels = check_witnesses(witnesses, self.channels)
         if gains is None:
             gains = [1.0] * len(channels)
-        if not isinstance(gains, Iterable) or len(gains) != len(channels):
+        if not isinstance(gains, Sequence) or len(gains) != len(channels):
             raise ArgumentError(
                 f"gains must be a list, one for each of {len(channels)} witnesses, got {gains!r}"
             )
@@ -109,7 +109,7 @@ class WitnessNorm(LogBetaNorm):
         """
         if self.witnesses is None:
             return super().by_kernel(x, residual)
-        if residual is not None or kernels.traced(x):
+        if residual is not None or kernels.traced(x) or not x.is_floating_point():
             return None
         witnesses, gain = self.witnesses_and_gains()
         last = x.movedim(self.dim, -1)

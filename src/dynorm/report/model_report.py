@@ -182,7 +182,7 @@ def dependence(sites: Sequence[SiteReport]) -> str:
         named = "1 named one" if most == 1 else f"{most} named ones"
         return f"each value depends on its own channel and on at most {named}"
     if all(site.layer == "linear" for site in sites):
-        return "a line: the layer depends on nothing of the token"
+        return "each value depends on its own channel, by a line that is the same for all tokens"
     return "each value depends on its own channel"
 
 
@@ -258,7 +258,10 @@ def _about_fold(fold: Mapping[str, Any]) -> str:
             left.append(site["path"])
     words = "All lines are folded away into the weights."
     if left:
-        words = f"Folded away into the weights, except {listed(left)}, which no fold can remove."
+        words = (
+            f"{len(left)} lines stay, because not all that reads them is a matrix: {listed(left)}. "
+            "Any others are folded away into the weights."
+        )
     attribution = fold.get("attribution")
     if attribution:
         words += (
@@ -274,7 +277,10 @@ def _about_worst(output: OutputReport, text: str | None) -> str:
         return ""
     samples = count_of(output.samples, "sample")
     words = f"The worst of {samples} has a cosine of {digits(output.cosine_min)}"
-    return f'{words}: "{text:.90}".' if text else f"{words}."
+    if not text:
+        return f"{words}."
+    # In one line: a card is Markdown.
+    return f'{words}: "{" ".join(text.split()):.90}".'
 
 
 def _stage_table(stages: Mapping[str, Any], kind: str) -> Table | None:

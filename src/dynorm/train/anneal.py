@@ -14,7 +14,7 @@ from dynorm.batches import site_tokens, token_masks
 from dynorm.errors import ArgumentError, DataError, ModelError
 from dynorm.guard import require_plain_model
 from dynorm.layers import AnnealedNorm
-from dynorm.replace.converted import dynorm_layers, replaced_by
+from dynorm.replace.converted import dynorm_layers, replaced_by, warn_of_defaults
 from dynorm.replace.swap import swap_, take_over_
 from dynorm.theory import exact_beta
 
@@ -85,9 +85,14 @@ def finalize_(model: nn.Module) -> nn.Module:
         ModelError: the model has no annealed layer, is one itself, or is wrapped, compiled,
             sharded or offloaded; or a layer is not at t = 1.
 
+    Warns:
+        CalibrationWarning: layers have default constants: :class:`AnnealStart` sets them.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
         >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)), to="annealed")
+        >>> with AnnealStart(model):
+        ...     _ = model(torch.randn(4, 8))
         >>> dynorm.set_anneal_(model, 1.0)
         >>> type(dynorm.finalize_(model)[1]).__name__
         'DyISRU'
@@ -113,6 +118,7 @@ def finalize_(model: nn.Module) -> nn.Module:
     for layer, end in ends.items():
         take_over_(end, layer, replaced_by(layer))
     swap_(model, ends)
+    warn_of_defaults(model)
     return model
 
 

@@ -17,7 +17,13 @@ from torch import nn
 
 from dynorm.arguments import check_count, check_module, check_positive
 from dynorm.batches import Batch, cycled
-from dynorm.errors import ArgumentError, CalibrationWarning, ModelError, require_library
+from dynorm.errors import (
+    ArgumentError,
+    CalibrationWarning,
+    DataError,
+    ModelError,
+    require_library,
+)
 from dynorm.guard import (
     copies_of,
     edited_parts,
@@ -126,7 +132,7 @@ def distill_(
         ArgumentError: the teacher is not a module, a number is not positive and finite, or a count
             not an integer.
         DataError: ``batches`` is empty, has a wrong one, or is a one-shot iterator with fewer batches than
-            steps; or the outputs hold nothing to compare.
+            steps; the outputs hold nothing to compare; or the loss of the first batches is not finite.
         ModelError: the model has no point-wise layer, or nothing to train; the teacher lacks the
             module of a layer, is converted itself, or shares weights with the model; one of them is
             offloaded or on the meta device; a sharded model is to have checkpoints; or the
@@ -183,6 +189,11 @@ def distill_(
         with _restorable(model) as put_back:
             try:
                 loss_before = trainer.mean_loss(first)
+                if not math.isfinite(loss_before):
+                    raise DataError(
+                        f"the loss of the first batches must be finite, got {loss_before}: look for values in "
+                        "them, or outputs of either model, that are NaN or overflow"
+                    )
                 if folder is not None:
                     run = {
                         "steps": steps,
@@ -203,8 +214,8 @@ def distill_(
     taken = int(trainer.state.global_step)
     if trainer.skipped:
         warnings.warn(
-            f"{trainer.skipped} of {taken} steps were left out, because a gradient was not finite: if it is "
-            "more than a few, give a lower rate",
+            f"{trainer.skipped} steps of this call were left out, because a gradient was not finite: look for "
+            "a batch that overflows, or give a lower rate if it is more than a few",
             CalibrationWarning,
             stacklevel=2,
         )
