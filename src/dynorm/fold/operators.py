@@ -86,35 +86,37 @@ def product_of(op: Node, value: Node | None = None) -> _Product | None:
     If both operands may be the weight, it is the one that is not ``value``.
     """
     name = packet(op)
-    args = op.args
+    first, second = argument(op, 0), argument(op, 1)
     product = None
-    if name in _PRODUCTS and is_tensor(args[0]) and is_tensor(args[1]):
-        rank = rank_of(args[1])
-        product = _Product(args[0], args[1], contracted=rank - 2, out=rank - 1)
-        if name in _PLAIN_PRODUCTS and args[1] is value:
+    if name in _PRODUCTS and is_tensor(first) and is_tensor(second):
+        rank = rank_of(second)
+        product = _Product(first, second, contracted=rank - 2, out=rank - 1)
+        if name in _PLAIN_PRODUCTS and second is value:
             # A weight on the left, as of experts.
-            rank = rank_of(args[0])
-            product = _Product(args[1], args[0], contracted=rank - 1, out=rank - 2, from_end=2)
+            rank = rank_of(first)
+            product = _Product(second, first, contracted=rank - 1, out=rank - 2, from_end=2)
     # Of the others, all that is read below is positional.
     elif op.kwargs:
         return None
     elif name == "aten.linear":
-        product = _Product(args[0], args[1], contracted=1, out=0, bias=argument(op, 2))
+        bias = argument(op, 2)
+        product = _Product(first, second, contracted=1, out=0, bias=bias)
     elif name == "aten.addmm":
-        product = _Product(args[1], args[2], contracted=0, out=1, bias=args[0])
+        product = _Product(second, argument(op, 2), contracted=0, out=1, bias=first)
     elif name == "aten.embedding":
-        product = _Product(None, args[0], contracted=0, out=1)
+        product = _Product(None, first, contracted=0, out=1)
     elif name in _CONVOLUTIONS:
         # Padding is "same", "valid" or the width at each side.
-        bias, padding, groups = argument(op, 2), argument(op, 4) or (), argument(op, 6) or 1
-        if groups != 1 or rank_of(argument(op, 1)) != rank_of(op):
+        padding = argument(op, 4) or ()
+        groups = argument(op, 6) or 1
+        if groups != 1 or rank_of(second) != rank_of(op):
             return None
         product = _Product(
-            args[0],
-            args[1],
+            first,
+            second,
             contracted=1,
             out=0,
-            bias=bias,
+            bias=argument(op, 2),
             from_end=rank_of(op) - 1,
             pads=padding != "valid" and any(padding),
         )
