@@ -6,7 +6,13 @@ from statistics import mean
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-LAYERS = {"linear": "a line", "dyisru": "DyISRU", "dyt": "scaled DyT", "derf": "scaled Derf"}
+LAYERS = {
+    "linear": "a line",
+    "dyisru": "DyISRU",
+    "dyt": "scaled DyT",
+    "derf": "scaled Derf",
+    "moved": "the norms; images moved by one pixel",
+}
 # How the figures of several seeds become one, where that is not their mean.
 WORST = {"cosine_min": min, "kl_worst": max}
 Row = dict[str, Any]

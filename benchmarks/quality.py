@@ -124,12 +124,13 @@ RUNS = {
         Run("dyisru", 0, 80, batch=2),
         Run("dyisru", 0, 360, prefix=True, batch=1),
         Run("linear", 0, 0),
-        Run("linear", 0, 80, prefix=True, batch=1),
+        Run("linear", 0, 120, lr=6e-4, prefix=True, batch=1),
         Run("dyisru", 4, 0),
-        Run("dyisru", 8, 80, lr=6e-4, batch=2),
+        Run("dyisru", 8, 180, lr=6e-4, batch=1),
     ],
     "dinov2": [
         Run("dyisru", 0, 200, batch=4),
+        Run("dyisru", 0, 400, batch=2),
         Run("linear", 0, 200, batch=4),
         Run("dyisru", 4, 200, batch=4),
     ],
@@ -197,6 +198,18 @@ def dinov2() -> Subject:
     )
 
 
+class MovedByOnePixel(nn.Module):
+    """A model that sees each image one pixel further to the right: a change that nobody notices."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> object:
+        """Return the model's output of the moved images."""
+        return self.model(pixel_values=pixel_values.roll(1, -1))
+
+
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "minilm": minilm,
     "smollm2": smollm2,
@@ -233,8 +246,8 @@ def headers() -> list[str]:
     return [file.read_text(errors="ignore")[:4000] for file in files]
 
 
-def measured(model: nn.Module, teacher: nn.Module, subject: Subject) -> Row:
-    """Return the figures of a converted model on each kind of data, and the error of each site."""
+def figures_of(model: nn.Module, subject: Subject) -> Row:
+    """Return the figures of a model on each kind of data, compared with the original."""
     row: Row = {}
     for kind, batches in subject.held_out.items():
         try:
@@ -246,6 +259,12 @@ def measured(model: nn.Module, teacher: nn.Module, subject: Subject) -> Row:
             row[kind] = OVERFLOWS
             continue
         row[kind] = {name: round(getattr(output, name), 4) for name in subject.figures}
+    return row
+
+
+def measured(model: nn.Module, teacher: nn.Module, subject: Subject) -> Row:
+    """Return the figures of a converted model on each kind of data, and the error of each site."""
+    row = figures_of(model, subject)
     first = next(iter(subject.held_out.values()))
     report = dynorm.measure(model, first[:8], original=teacher)
     row["sites"] = [[site.path, site.error_now] for site in report.sites]
@@ -332,6 +351,9 @@ def main() -> None:
     if options.check:
         check(options.model, subject)
         return
+    moved = Run("moved", 0, 0).stages(0)[0]
+    if options.model == "dinov2" and known(options.model, moved) is None:
+        add(options.model, {**moved, **figures_of(MovedByOnePixel(subject.model), subject)})
     chosen = options.runs or range(len(RUNS[options.model]))
     for number in chosen:
         run = RUNS[options.model][number]

@@ -1,16 +1,16 @@
-"""Compare ways to distil a strict model: ``python -m benchmarks.recipes``.
+"""Compare ways to distil a strict model: ``python -m benchmarks.recipes MODEL``, minilm or smollm2.
 
-The model is all-MiniLM-L6-v2. Each way takes the same steps on the same batches, and its model is
-measured on held-out data on the way. Curves are added to benchmarks/results/recipes.json; those that
-are there are not measured again.
+Each way takes the same steps on the same batches, and its model is measured on held-out data on the
+way. Curves are added to benchmarks/results/recipes.json; those that are there are not measured again.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 import dynorm
-from benchmarks.quality import Batches, Subject, minilm
+from benchmarks.quality import Batches, Subject, minilm, smollm2
 from dynorm.fold import fold_means_
+from dynorm.hub import with_prefix
 from dynorm.layers import AnnealedNorm
 from dynorm.replace.converted import dynorm_layers
 from dynorm.report.conversion import compare
@@ -30,10 +31,11 @@ from dynorm.train.anneal import AnnealStart, annealed_layers
 from dynorm.train.callbacks import AnnealCallback
 
 RESULTS = Path(__file__).parent / "results" / "recipes.json"
-# The steps of each way; after how many of them it is measured, and on how many batches of which data.
-STEPS, EVERY = 120, 30
-MEASURED = {"docstrings": 8, "licences": 8}
+# The data that is measured on the way.
+MEASURED = ("docstrings", "licences")
 PENALTY = 0.3
+# By how much the logarithms of gains fall while they shrink: a square then counts less than a thousandth.
+SHRINKAGE = 9.0
 Row = dict[str, Any]
 
 
@@ -47,19 +49,77 @@ class Way:
         in_order: anneal one site after another, from the first to the last.
         penalty: the weight of the variance of the logarithm of the tokens' sizes, at each site; while
             there are norms, if the way is annealed.
+        witnesses: how many witnesses the layers have at first; in three quarters of the run their
+            gains shrink, and then they are none.
+        prefix: whether the texts follow a constant token.
+        lr: the learning rate.
     """
 
     anneal: tuple[float, float] | None = None
     in_order: bool = False
     penalty: float = 0.0
+    witnesses: int = 0
+    prefix: bool = False
+    lr: float = dynorm.Recipe.lr
 
 
-WAYS = {
-    "layers from the start": Way(),
-    "sizes made equal first": Way(anneal=(0.4, 0.01), penalty=PENALTY),
-    "sizes made equal throughout": Way(penalty=PENALTY),
-    "annealed, all at once": Way(anneal=(0.0, 0.5)),
-    "annealed, one site after another": Way(anneal=(0.0, 0.5), in_order=True),
+@dataclass(frozen=True)
+class Comparison:
+    """A model and the ways that are compared on it.
+
+    Args:
+        subject: the model with its data.
+        figure: the figure of a report that is measured on the way.
+        steps: how long each way is distilled.
+        every: after how many steps it is measured.
+        compared: on how many batches of each kind.
+        batch: how many samples a step takes.
+        ways: the ways by their titles.
+    """
+
+    subject: Callable[[], Subject]
+    figure: str
+    steps: int
+    every: int
+    compared: int
+    batch: int
+    ways: dict[str, Way]
+
+
+COMPARISONS = {
+    "minilm": Comparison(
+        minilm,
+        "cosine_mean",
+        steps=120,
+        every=30,
+        compared=8,
+        batch=16,
+        ways={
+            "layers from the start": Way(),
+            "sizes made equal first": Way(anneal=(0.4, 0.01), penalty=PENALTY),
+            "sizes made equal throughout": Way(penalty=PENALTY),
+            "annealed, all at once": Way(anneal=(0.0, 0.5)),
+            "annealed, one site after another": Way(anneal=(0.0, 0.5), in_order=True),
+            "four witnesses whose gains shrink": Way(witnesses=4),
+        },
+    ),
+    "smollm2": Comparison(
+        smollm2,
+        "kl",
+        steps=30,
+        every=10,
+        compared=1,
+        batch=1,
+        ways={
+            "layers from the start, no constant token": Way(),
+            "layers from the start": Way(prefix=True),
+            "sizes made equal first": Way(anneal=(0.4, 0.01), penalty=PENALTY, prefix=True),
+            "sizes made equal throughout": Way(penalty=PENALTY, prefix=True),
+            "annealed, all at once": Way(anneal=(0.0, 0.5), prefix=True),
+            "annealed, one site after another": Way(anneal=(0.0, 0.5), in_order=True, prefix=True),
+            "eight witnesses whose gains shrink": Way(witnesses=8, prefix=True, lr=6e-4),
+        },
+    ),
 }
 
 
@@ -76,29 +136,51 @@ class OneByOne(TrainerCallback):
             layer.set_t_(min(max(done - place, 0.0), 1.0))
 
 
-class Curve(TrainerCallback):
-    """Measure the model now and then, with its layers in the norms' place."""
+class Shrink(TrainerCallback):
+    """Let the gains of all witnesses shrink in the first three quarters of the run, and then go."""
 
-    def __init__(self, model: nn.Module, subject: Subject) -> None:
-        self.model, self.subject = model, subject
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = list(dynorm_layers(model).values())
+
+    @torch.no_grad()
+    def on_step_begin(self, args: object, state: Any, control: object, **kwargs: object) -> None:
+        """Make the gains smaller."""
+        last = state.max_steps * 3 // 4
+        for layer in self.layers:
+            if layer.log_gain is None:
+                continue
+            if state.global_step < last:
+                layer.log_gain.sub_(SHRINKAGE / last)
+            else:
+                layer.log_gain.fill_(-torch.inf)
+
+
+class Curve(TrainerCallback):
+    """Measure the model now and then, with strict layers in the norms' place."""
+
+    def __init__(
+        self, model: nn.Module, original: nn.Module, subject: Subject, plan: Comparison
+    ) -> None:
+        self.model, self.original = model, original
+        self.subject, self.plan = subject, plan
         self.points: list[Row] = []
         self.seconds = 0.0
         self.started = time.process_time()
 
     def on_step_end(self, args: object, state: Any, control: object, **kwargs: object) -> None:
         """Measure now and then."""
-        if state.global_step % EVERY == 0:
+        if state.global_step % self.plan.every == 0:
             self.measure(state.global_step)
 
     def measure(self, step: int) -> None:
         """Add a point."""
         self.seconds += time.process_time() - self.started
         point: Row = {"step": step, "cpu_seconds": round(self.seconds)}
-        with as_layers(self.model):
-            for kind, count in MEASURED.items():
-                batches = self.subject.held_out[kind][:count]
-                output = compare(self.model, self.subject.model, batches)
-                point[kind] = round(output.cosine_mean, 4)
+        with as_strict_layers(self.model):
+            for kind in MEASURED:
+                batches = self.subject.held_out[kind][: self.plan.compared]
+                output = compare(self.model, self.original, batches)
+                point[kind] = round(getattr(output, self.plan.figure), 4)
         self.points.append(point)
         print(json.dumps(point), flush=True)
         self.started = time.process_time()
@@ -113,16 +195,21 @@ def set_constants_(model: nn.Module, batches: Batches) -> None:
 
 
 @contextmanager
-def as_layers(model: nn.Module) -> Iterator[None]:
-    """Let annealed layers be those that they end as."""
-    positions = {}
+def as_strict_layers(model: nn.Module) -> Iterator[None]:
+    """Let annealed layers be those that they end as, and witnesses have no gain."""
+    positions, gains = {}, {}
     for layer in dynorm_layers(model).values():
         if isinstance(layer, AnnealedNorm):
             positions[layer] = layer.position
             layer.set_t_(1.0)
+        if layer.log_gain is not None:
+            gains[layer.log_gain] = layer.log_gain.detach().clone()
+            layer.log_gain.data.fill_(-torch.inf)
     yield
     for layer, position in positions.items():
         layer.set_t_(position)
+    for parameter, values in gains.items():
+        parameter.data.copy_(values)
 
 
 class EqualSizes(torch.autograd.Function):
@@ -161,42 +248,56 @@ def penalize_(model: nn.Module, weight: float) -> None:
         layer.register_forward_pre_hook(hook)
 
 
-def curve(subject: Subject, way: Way) -> list[Row]:
+def curve(subject: Subject, plan: Comparison, way: Way) -> list[Row]:
     """Distil a copy of the model in one way, and return its figures on the way."""
-    model = copy.deepcopy(subject.model)
+    model, teacher = copy.deepcopy(subject.model), subject.model
+    if way.prefix:
+        model, teacher = with_prefix(model), with_prefix(copy.deepcopy(teacher))
     batch = subject.calibration[0]
     sites = dynorm.find_norms(model, batch)
     means = fold_means_(model, sites, [site.path for site in sites], batch, subject.calibration)
     if means is not None:
         sites = means.norms
-    points = Curve(model, subject)
+    points = Curve(model, subject.model, subject, plan)
     callbacks: list[TrainerCallback] = [points]
     if way.anneal is None:
-        dynorm.convert_(model, sites)
+        dynorm.convert_(model, sites, witnesses=way.witnesses)
         dynorm.calibrate_(model, subject.calibration)
     else:
         dynorm.convert_(model, sites, to="annealed")
         set_constants_(model, subject.calibration)
         anneal = OneByOne(model) if way.in_order else AnnealCallback(*way.anneal)
         callbacks.insert(0, anneal)
+    if way.witnesses:
+        callbacks.insert(0, Shrink(model))
     if way.penalty:
         penalize_(model, way.penalty)
     points.measure(0)
     dynorm.distill_(
-        model, subject.fit(16, 0), teacher=subject.model, steps=STEPS, callbacks=callbacks
+        model,
+        subject.fit(plan.batch, 0),
+        teacher=teacher,
+        steps=plan.steps,
+        lr=way.lr,
+        callbacks=callbacks,
     )
     return points.points
 
 
 def main() -> None:
     """Measure the curves that are missing, and write each as soon as it is there."""
-    subject = minilm()
-    for title, way in WAYS.items():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=COMPARISONS)
+    model: str = parser.parse_args().model
+    plan = COMPARISONS[model]
+    subject = plan.subject()
+    for title, way in plan.ways.items():
         known = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
-        if title in known:
+        curves = known.setdefault(model, {})
+        if title in curves:
             continue
         print(title, flush=True)
-        known[title] = curve(subject, way)
+        curves[title] = curve(subject, plan, way)
         RESULTS.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
 
 

@@ -1,6 +1,7 @@
 """Write the tables of README.md and docs/ from the committed results: ``python -m benchmarks.tables``."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -69,13 +70,15 @@ def quality_table(model: str) -> Callable[[], str]:
     return table
 
 
-def recipes_table() -> str:
-    """Return one row per way to distil, with its figures on the way: all-MiniLM-L6-v2."""
+def recipes_table(model: str, digits: int) -> str:
+    """Return one row per way to distil a model, with its figures on the way."""
     rows = []
     steps: list[int] = []
-    for way, points in load("recipes").items():
+    for way, points in load("recipes")[model].items():
         steps = [point["step"] for point in points]
-        cells = [f"{point['docstrings']:.4f} / {point['licences']:.4f}" for point in points]
+        cells = []
+        for point in points:
+            cells.append(f"{point['docstrings']:.{digits}f} / {point['licences']:.{digits}f}")
         rows.append([way, *cells])
     return lines_of(["way", *(f"{step} steps" for step in steps)], rows)
 
@@ -424,7 +427,8 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"headline": headline_table},
     "docs/quality.md": {
         "minilm": quality_table("minilm"),
-        "recipes": recipes_table,
+        "recipes": partial(recipes_table, "minilm", 4),
+        "recipes of smollm2": partial(recipes_table, "smollm2", 2),
         "smollm2": quality_table("smollm2"),
         "dinov2": quality_table("dinov2"),
         "retrieval": retrieval_table,
