@@ -51,10 +51,6 @@ SMALL = Part(
         "linear": (5e-4, 1e-3, 2e-3),
         "dyisru_witnesses": (1e-3, 2e-3, 4e-3, 8e-3),
         "dyt_published": (5e-4, 1e-3, 2e-3),
-        "dyisru_annealed": (2e-3, 4e-3, 8e-3),
-        "tapernorm": (1e-3, 2e-3),
-        "tapernorm_late": (4e-3,),
-        "bhyt": (4e-3,),
     },
     seeds=(1, 2),
 )
@@ -65,7 +61,6 @@ LONG = Part(
         "dyisru": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3),
         "dyt": (5e-4, 1e-3, 2e-3),
         "dyisru_witnesses": (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3),
-        "dyisru_annealed": (2e-3, 4e-3, 8e-3),
         "dyt_published": (2e-3,),
     },
     steps=3000,

@@ -26,15 +26,8 @@ HEADLINE = (
     ("a straight line (control) against LayerNorm, 600 steps", SMALL, "linear", "layernorm"),
     ("DyT as published against LayerNorm, 600 steps", SMALL, "dyt_published", "layernorm"),
     ("DyISRU, 4 witnesses, against LayerNorm, 3,000 steps", LONG, "dyisru_witnesses", "layernorm"),
-    ("annealed DyISRU against LayerNorm, 3,000 steps", LONG, "dyisru_annealed", "layernorm"),
     ("10 M parameters: scaled DyT against LayerNorm, 600 steps", MEDIUM, "dyt", "layernorm"),
     ("Llama: DyISRU against RMSNorm, 600 steps", LLAMA, "dyisru", "rmsnorm"),
-)
-# The norms of other papers, in a table of their own.
-OTHERS = (
-    ("TaperNorm, tapered early, against LayerNorm, 600 steps", SMALL, "tapernorm", "layernorm"),
-    ("TaperNorm, tapered late, against LayerNorm, 600 steps", SMALL, "tapernorm_late", "layernorm"),
-    ("BHyT, last norm kept, against LayerNorm, 600 steps", SMALL, "bhyt", "layernorm"),
     ("RMSNorm against LayerNorm, 600 steps", SMALL, "rmsnorm", "layernorm"),
 )
 # How far above the lowest loss of a panel its top is, in nats.
@@ -44,14 +37,10 @@ COLOURS = {
     "rmsnorm": "#8a8a8a",
     "dyisru": "#1f77b4",
     "dyisru_witnesses": "#17becf",
-    "dyisru_annealed": "#9467bd",
     "dyt": "#d95f02",
     "dyt_published": "#e7a15f",
     "derf": "#2ca02c",
     "linear": "#c2185b",
-    "tapernorm": "#8c564b",
-    "tapernorm_late": "#e377c2",
-    "bhyt": "#bcbd22",
 }
 
 
@@ -79,7 +68,6 @@ def summarize(results: Mapping[str, Record]) -> dict[str, Any]:
         "good_within_nats": GOOD,
         "parts": parts,
         "headline": [_compared(*row, parts) for row in HEADLINE],
-        "others": [_compared(*row, parts) for row in OTHERS],
     }
 
 
@@ -162,7 +150,7 @@ def main() -> None:
     SUMMARY.write_text(json.dumps(summary, indent=1) + "\n", "utf-8")
     # Without the version of matplotlib in it, the same runs give the same bytes.
     curves(results).savefig(PICTURE, dpi=110, metadata={"Software": None})
-    print(table(summary["headline"]), table(summary["others"]), sep="\n\n")
+    print(table(summary["headline"]))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ class Arm:
 
     Args:
         title: its name in tables and pictures.
-        norm: the norm that it trains with, if it has one, or a norm of ``studies.contenders``.
+        norm: the norm that it trains with, if it has one.
         layer: the layer's name for ``dynorm.convert_``, or None to train with the norm throughout.
         published: whether the constants are those of the papers (slope 0.5, scale 1, and a learned
             factor sqrt(C) after the embedding), not measured on the first batch.
         constants_rate: the learning rate of the constants over that of the other weights.
         witnesses: how many witnesses each layer has, the first channels.
-        taper: when TaperNorm's gate begins to fall and how long it falls, in shares of the steps.
     """
 
     title: str
@@ -28,7 +27,6 @@ class Arm:
     published: bool = False
     constants_rate: float = 1.0
     witnesses: int = 0
-    taper: tuple[float, float] | None = None
 
     @property
     def annealed(self) -> bool:
@@ -52,10 +50,6 @@ ARMS = {
     ),
     "dyt_published": Arm("DyT as published", layer="dyt", published=True),
     "dyisru_annealed": Arm("norm, then DyISRU (annealed)", layer="annealed"),
-    # As published, the gate falls from 5 % of the steps to 40 %, but here not during the warm-up.
-    "tapernorm": Arm("TaperNorm, early, last norm kept", norm="tapernorm", taper=(0.05, 0.35)),
-    "tapernorm_late": Arm("TaperNorm, late, last norm kept", norm="tapernorm", taper=ANNEALING),
-    "bhyt": Arm("BHyT, last norm kept", norm="bhyt"),
 }
 """The arms by the name that the command line and the results have."""
 
@@ -120,8 +114,6 @@ class Settings:
             value = getattr(self, name)
             if value not in names:
                 raise ArgumentError(f"{name} must be one of {', '.join(names)}, got {value!r}")
-        if self.arm == "bhyt" and self.model != "gpt2":
-            raise ArgumentError(f"model must be gpt2 for the arm bhyt, got {self.model!r}")
         # A negated comparison also refuses NaN.
         if not 0 < self.lr < float("inf"):
             raise ArgumentError(f"lr must be positive and finite, got {self.lr!r}")

@@ -23,7 +23,6 @@ from transformers import (
 import dynorm
 from dynorm.layers.groups import LOG_RATE
 from dynorm.train.callbacks import AnnealCallback
-from studies.contenders import BoundedTanhCallback, TaperCallback, replace_norms_
 from studies.data import Data, first_batch, load
 from studies.settings import ANNEALING, ARMS, SIZES, WARMUP, Settings, Size
 
@@ -80,9 +79,6 @@ def build(settings: Settings, data: Data) -> nn.Module:
     batch = first_batch(data, size.batch)
     # Two items show the norms as well as all.
     sites = dynorm.find_norms(model, batch[:2])
-    if arm.norm in ("tapernorm", "bhyt"):
-        replace_norms_(model, sites, arm.norm)
-        return model
     if arm.layer is None:
         _replace_norms_(model, sites, arm.norm)
         return model
@@ -116,10 +112,6 @@ class StudyTrainer(Trainer):
         )
         if arm.annealed:
             self.add_callback(AnnealCallback(*ANNEALING))
-        if arm.taper is not None:
-            self.add_callback(TaperCallback(arm.taper))
-        if arm.norm == "bhyt":
-            self.add_callback(BoundedTanhCallback())
         self.add_callback(StopWhenDiverged())
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

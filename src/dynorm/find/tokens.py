@@ -50,7 +50,9 @@ def tensor_like(module: nn.Module, model: nn.Module) -> Tensor:
 def plain_copy(
     module: nn.Module, dtype: torch.dtype | None = None, *, random: bool = False
 ) -> nn.Module:
-    """Copy a module to experiment on: other tensors, lists and dicts, without hooks, all other objects shared.
+    """Copy a module to experiment on: with tensors, lists, dicts and sets of its own, without hooks.
+
+    Everything else is shared.
 
     The tensors are cast to ``dtype`` if it is not None. ``copy.deepcopy`` would also copy the
     objects that hooks and attributes refer to, perhaps the model, and fails on tensors that belong

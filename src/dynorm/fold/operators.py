@@ -95,7 +95,7 @@ def product_of(op: Node, value: Node | None = None) -> _Product | None:
             # A weight on the left, as of experts.
             rank = rank_of(first)
             product = _Product(second, first, contracted=rank - 1, out=rank - 2, from_end=2)
-    # Of the others, all that is read below is positional.
+    # The operators below are read by position, so one with keywords is not known.
     elif op.kwargs:
         return None
     elif name == "aten.linear":

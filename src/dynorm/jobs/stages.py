@@ -93,7 +93,8 @@ def convert_in_stages_(
                 checkpoints=recipe.checkpoints,
             )
         meta = meta | {"recipe": recipe.to_dict()}
-        # The sites have the paths of the model with its prefix, so it is only turned off.
+        # As in the stages, the original without its prefix; turned off and not taken out, because the
+        # sites' paths begin at the whole model.
         without_prefix = original.disable_adapter() if recipe.prefix else nullcontext()
         # Before the lines are folded away, because each is compared with its norm.
         with stages.timed("measure"), without_prefix:

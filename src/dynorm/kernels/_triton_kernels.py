@@ -116,9 +116,10 @@ def backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Compute the gradient of x in every ``chunks``-th tile of some channels, and add up the others.
+    """Compute the gradient of x, and partial sums of the other gradients, in one part of x.
 
-    ``grad_total`` is the gradient of ``x + residual`` from its other uses, if there are any.
+    The part is a block of channels in every ``chunks``-th group of rows. ``grad_total`` is the gradient
+    of ``x + residual`` from its other uses, if there are any.
 
     The buffer begins with the gradient of x. At ``partial_offset`` follow the partial sums of the
     other gradients, in float32 or float64: four regions of ``chunks * channels`` numbers, of which
@@ -146,6 +147,7 @@ def backward_kernel(
     if weight_ptr is not None:
         factor *= by_channel(weight_ptr, channel, inside, COMPUTE)
 
+    # The size of one region of partial sums.
     region = chunks.to(tl.int64) * CHANNELS
 
     # One sum per element of the tile, added up after the last step: no exchange between threads

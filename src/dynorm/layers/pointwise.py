@@ -124,7 +124,7 @@ class PointwiseNorm(PointwiseModule):
         if self.dim == -1 and torch.compiler.is_compiling() and not is_exporting():
             # One operator, which a pass may find before it is taken apart.
             return kernels.definition(x, *parameters, *form)
-        # ``f`` of Derf has the shift.
+        # The second is Derf's shift, which its ``f`` reads itself.
         constant, _, weight, bias = parameters
         assert constant is not None
         y = self.f(z, form.constant(constant))

@@ -117,7 +117,8 @@ class WitnessNorm(LogBetaNorm):
         u = upcast(of_witnesses)
         # A square is below max / 2^28, so that 16 of them stay finite with gains up to 2^24.
         limit = torch.finfo(u.dtype).max ** 0.5 / 2**14
-        # The definition clamps x where a witness is larger, or not a number. A GPU is not waited for.
+        # A larger witness, or NaN, needs the definition. On a GPU the test would wait for it, so the
+        # witness is clamped there instead.
         if u.is_cpu and not bool((u.abs() <= limit).all()):
             return None
         total = (u.clamp(-limit, limit).square() * gain).sum(-1)

@@ -87,10 +87,10 @@ def draw(axes: "Axes", fit: CurveFit, sample: Picture, colors: Mapping[str, str]
     axes.plot(
         outlier_x, sample.outlier_y, "o", color=colors["outlier"], markersize=2.5, rasterized=True
     )
-    curve = knee * torch.linspace(left, right, 121, dtype=torch.float64, device="cpu").sinh()
+    line_x = knee * torch.linspace(left, right, 121, dtype=torch.float64, device="cpu").sinh()
     for name in FUNCTIONS:
-        y = fit.curve(name, curve + fit.center)
-        axes.plot(curve, y, color=colors[name], linewidth=1.5, linestyle=_STYLES[name])
+        y = fit.curve(name, line_x + fit.center)
+        axes.plot(line_x, y, color=colors[name], linewidth=1.5, linestyle=_STYLES[name])
 
 
 def _label(axes: "Axes", label_of_x: str, colors: Mapping[str, str]) -> None:
