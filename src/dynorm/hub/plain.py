@@ -73,7 +73,7 @@ def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
         # torch names all tensors that are missing, unexpected, or of another shape.
         except RuntimeError as error:
             raise StorageError(
-                f"{folder / WEIGHTS} must hold the tensors of {type(inside).__name__}, but {error:.600}: "
+                f"{folder / WEIGHTS} must hold the tensors of {type(inside).__name__}, but {error!s:.600}: "
                 "give a new model of the same class and sizes that has all its norms"
             ) from error
     return model.eval()
