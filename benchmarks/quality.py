@@ -113,7 +113,7 @@ class Run:
 
 RUNS = {
     "minilm": [
-        Run("dyisru", 0, 500, seeds=2),
+        Run("dyisru", 0, 500, seeds=3),
         Run("linear", 0, 500),
         Run("dyt", 0, 0),
         Run("derf", 0, 0),
