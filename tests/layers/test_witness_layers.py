@@ -93,7 +93,7 @@ def test_huge_infinite_and_missing_witnesses() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_extreme_inputs_are_those_of_the_definition(dtype: torch.dtype, value: float) -> None:
     layers = [DyISRU(C, witnesses=WITNESSES, dtype=dtype)]
-    layers += [cls(C, dtype=dtype) for cls in (DyISRU, DyT, Derf, LinearControl)]  # type: ignore[misc]
+    layers += [cls(C, dtype=dtype) for cls in (DyISRU, DyT, Derf, LinearControl)]
     for layer in layers:
         # A channel that is a witness, and one that is none.
         x = torch.ones(3, C, dtype=torch.float64)

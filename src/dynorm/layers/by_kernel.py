@@ -12,11 +12,15 @@ from dynorm.layers.module import PointwiseModule
 
 
 def call_kernel(
-    layer: PointwiseModule, x: Tensor, residual: Tensor | None = None
+    layer: PointwiseModule,
+    x: Tensor,
+    residual: Tensor | None = None,
+    token_constant: Tensor | None = None,
 ) -> Sequence[Tensor] | None:
     """Return a layer's function of x, or of ``x + residual`` and that sum, by a kernel.
 
-    A residual has the shape and dtype of x. None if only the definition serves.
+    A residual has the shape and dtype of x; ``token_constant`` has the order of the tokens in x with
+    its channels last. None if only the definition serves.
     """
     is_last = layer.dim in (-1, x.ndim - 1)
     if not is_last:
@@ -29,10 +33,10 @@ def call_kernel(
         if not (x.is_contiguous() and residual.is_contiguous()):
             return None
         results = kernels.pointwise(form, x, residual, parameters)
-    elif x.is_contiguous() or x.stride(-1) == 1:
-        results = kernels.pointwise(form, x, None, parameters)
+    elif x.is_contiguous() or (x.stride(-1) == 1 and token_constant is None):
+        results = kernels.pointwise(form, x, None, parameters, token_constant)
     else:
-        results = kernels.pointwise(form, x.contiguous(), None, parameters)
+        results = kernels.pointwise(form, x.contiguous(), None, parameters, token_constant)
         if results is not None:
             # In the memory order of x.
             results = [torch.empty_like(x).copy_(results[0])]
@@ -43,8 +47,7 @@ def call_kernel(
 
 def may_add(layer: PointwiseModule, x: Tensor, residual: Tensor) -> bool:
     """Return whether one kernel may add the residual, because nobody has to see the sum first."""
-    # A Proxy of fx has neither shape nor values.
-    if not isinstance(x, Tensor) or "forward" in vars(layer):
+    if "forward" in vars(layer):
         return False
     # As torch decides whether a call needs more than forward, by a function that has no types.
     own_hooks = (
@@ -79,8 +82,6 @@ def check_input(layer: PointwiseModule, x: object) -> None:
 
 def check_residual(x: Tensor, residual: Tensor) -> None:
     """Refuse a residual that is not like x."""
-    if not isinstance(x, Tensor):
-        return
     if not isinstance(residual, Tensor):
         raise ArgumentError(
             f"residual must be a tensor like x, got {type(residual).__name__}: give a tensor"

@@ -76,13 +76,15 @@ class PointwiseNorm(PointwiseModule):
         """
         if residual is None:
             return super().__call__(x)
-        check_residual(x, residual)
-        # An annealed layer is not one kernel.
-        is_one_kernel = type(self).pointwise is PointwiseNorm.pointwise
-        if is_one_kernel and may_add(self, x, residual):
-            results = self.by_kernel(x, residual)
-            if results is not None:
-                return results[0], results[1]
+        # A Proxy of fx has neither shape nor values.
+        if isinstance(x, Tensor):
+            check_residual(x, residual)
+            # An annealed layer is not one kernel.
+            is_one_kernel = type(self).pointwise is PointwiseNorm.pointwise
+            if is_one_kernel and may_add(self, x, residual):
+                results = self.by_kernel(x, residual)
+                if results is not None:
+                    return results[0], results[1]
         total = x + residual
         return super().__call__(total), total
 

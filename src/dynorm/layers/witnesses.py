@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dynorm import functional, kernels
 from dynorm.arguments import check_positive, check_witnesses, upcast
 from dynorm.errors import ArgumentError
+from dynorm.layers.by_kernel import call_kernel
 from dynorm.layers.constants import LogBetaNorm
 
 
@@ -112,8 +113,7 @@ class WitnessNorm(LogBetaNorm):
         if residual is not None or kernels.traced(x) or not x.is_floating_point():
             return None
         witnesses, gain = self.witnesses_and_gains()
-        last = x.movedim(self.dim, -1)
-        of_witnesses = last.index_select(-1, witnesses)
+        of_witnesses = x.movedim(self.dim, -1).index_select(-1, witnesses)
         u = upcast(of_witnesses)
         # A square is below max / 2^28, so that 16 of them stay finite with gains up to 2^24.
         limit = torch.finfo(u.dtype).max ** 0.5 / 2**14
@@ -122,8 +122,7 @@ class WitnessNorm(LogBetaNorm):
         if u.is_cpu and not bool((u.abs() <= limit).all()):
             return None
         total = (u.clamp(-limit, limit).square() * gain).sum(-1)
-        rows = last.contiguous()
-        results = kernels.pointwise(self.form(), rows, None, self.kernel_parameters(), total)
+        results = call_kernel(self, x, token_constant=total)
         if results is None:
             return None
         # The witnesses as a token of K channels: each is in the sums of the others.
@@ -136,11 +135,7 @@ class WitnessNorm(LogBetaNorm):
             witnesses=torch.arange(len(witnesses), device=x.device),
             gain=gain,
         )
-        y = results[0].index_copy_(-1, witnesses, columns)
-        if rows is not last:
-            # In the memory order of x.
-            y = torch.empty_like(last).copy_(y)
-        return [y.movedim(-1, self.dim)]
+        return [results[0].index_copy_(self.dim, witnesses, columns.movedim(-1, self.dim))]
 
     def has_witnesses(self, saved: Tensor) -> bool:
         """Return whether the tensor of a checkpoint names this layer's witnesses."""
