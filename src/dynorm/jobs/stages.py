@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dynorm.batches import Batch
+from dynorm.batches import Batch, arguments
 from dynorm.errors import ModelError
 from dynorm.find import find_norms
 from dynorm.fit import calibrate_
@@ -53,10 +53,8 @@ def convert_in_stages_(
     an error the model is as it was before.
     """
     batch = data.calibration[0]
-    if isinstance(batch, list):
-        # A DataLoader of a TensorDataset gives lists of arguments.
-        batch = tuple(batch)
-    sites = find_norms(model, batch)
+    args, kwargs = arguments(model, batch)
+    sites = find_norms(model, *args, **kwargs)
     original: Any = _copied(model)
     # The teacher has the prefix. Outputs are compared with the model without it, which the user has.
     stages = _Stages(model, _without_prefix(original, recipe), data.compared, say)

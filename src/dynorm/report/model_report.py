@@ -128,10 +128,9 @@ class ModelReport(Report):
             )
         if not _lost_quality(self.output):
             return "try it on your own task"
-        may_have_witnesses = True
-        for site in self.sites:
-            if site.layer != "dyisru" or site.witnesses:
-                may_have_witnesses = False
+        may_have_witnesses = all(
+            site.layer == "dyisru" and not site.witnesses for site in self.sites
+        )
         stages = self.meta.get("stages", {})
         return ways_on("distill" in stages, with_witnesses=may_have_witnesses)
 
