@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,13 @@ class Comparison:
     ways: dict[str, Way]
 
 
+WAYS = {
+    "layers from the start": Way(),
+    "sizes made equal first": Way(anneal=(0.4, 0.01), penalty=PENALTY),
+    "sizes made equal throughout": Way(penalty=PENALTY),
+    "annealed, all at once": Way(anneal=(0.0, 0.5)),
+    "annealed, one site after another": Way(anneal=(0.0, 0.5), in_order=True),
+}
 COMPARISONS = {
     "minilm": Comparison(
         minilm,
@@ -94,14 +101,7 @@ COMPARISONS = {
         every=30,
         compared=8,
         batch=16,
-        ways={
-            "layers from the start": Way(),
-            "sizes made equal first": Way(anneal=(0.4, 0.01), penalty=PENALTY),
-            "sizes made equal throughout": Way(penalty=PENALTY),
-            "annealed, all at once": Way(anneal=(0.0, 0.5)),
-            "annealed, one site after another": Way(anneal=(0.0, 0.5), in_order=True),
-            "four witnesses whose gains shrink": Way(witnesses=4),
-        },
+        ways={**WAYS, "four witnesses whose gains shrink": Way(witnesses=4)},
     ),
     "smollm2": Comparison(
         smollm2,
@@ -112,11 +112,7 @@ COMPARISONS = {
         batch=1,
         ways={
             "layers from the start, no constant token": Way(),
-            "layers from the start": Way(prefix=True),
-            "sizes made equal first": Way(anneal=(0.4, 0.01), penalty=PENALTY, prefix=True),
-            "sizes made equal throughout": Way(penalty=PENALTY, prefix=True),
-            "annealed, all at once": Way(anneal=(0.0, 0.5), prefix=True),
-            "annealed, one site after another": Way(anneal=(0.0, 0.5), in_order=True, prefix=True),
+            **{title: replace(way, prefix=True) for title, way in WAYS.items()},
             "eight witnesses whose gains shrink": Way(witnesses=8, prefix=True, lr=6e-4),
         },
     ),
@@ -158,11 +154,8 @@ class Shrink(TrainerCallback):
 class Curve(TrainerCallback):
     """Measure the model now and then, with strict layers in the norms' place."""
 
-    def __init__(
-        self, model: nn.Module, original: nn.Module, subject: Subject, plan: Comparison
-    ) -> None:
-        self.model, self.original = model, original
-        self.subject, self.plan = subject, plan
+    def __init__(self, model: nn.Module, subject: Subject, plan: Comparison) -> None:
+        self.model, self.subject, self.plan = model, subject, plan
         self.points: list[Row] = []
         self.seconds = 0.0
         self.started = time.process_time()
@@ -179,7 +172,7 @@ class Curve(TrainerCallback):
         with as_strict_layers(self.model):
             for kind in MEASURED:
                 batches = self.subject.held_out[kind][: self.plan.compared]
-                output = compare(self.model, self.original, batches)
+                output = compare(self.model, self.subject.model, batches)
                 point[kind] = round(getattr(output, self.plan.figure), 4)
         self.points.append(point)
         print(json.dumps(point), flush=True)
@@ -258,7 +251,7 @@ def curve(subject: Subject, plan: Comparison, way: Way) -> list[Row]:
     means = fold_means_(model, sites, [site.path for site in sites], batch, subject.calibration)
     if means is not None:
         sites = means.norms
-    points = Curve(model, subject.model, subject, plan)
+    points = Curve(model, subject, plan)
     callbacks: list[TrainerCallback] = [points]
     if way.anneal is None:
         dynorm.convert_(model, sites, witnesses=way.witnesses)
