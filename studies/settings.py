@@ -28,14 +28,7 @@ class Arm:
     constants_rate: float = 1.0
     witnesses: int = 0
 
-    @property
-    def annealed(self) -> bool:
-        """Whether it begins with the norm and ends without."""
-        return self.layer is not None and self.layer.startswith("annealed")
 
-
-# The annealing begins after 60 % of the steps and takes 30 % of them.
-ANNEALING = (0.6, 0.3)
 WARMUP = 100
 
 ARMS = {
@@ -49,7 +42,6 @@ ARMS = {
         "DyISRU, 4 witnesses", layer="dyisru", constants_rate=LOG_RATE, witnesses=4
     ),
     "dyt_published": Arm("DyT as published", layer="dyt", published=True),
-    "dyisru_annealed": Arm("norm, then DyISRU (annealed)", layer="annealed"),
 }
 """The arms by the name that the command line and the results have."""
 

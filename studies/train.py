@@ -22,9 +22,8 @@ from transformers import (
 
 import dynorm
 from dynorm.layers.groups import LOG_RATE
-from dynorm.train.callbacks import AnnealCallback
 from studies.data import Data, first_batch, load
-from studies.settings import ANNEALING, ARMS, SIZES, WARMUP, Settings, Size
+from studies.settings import ARMS, SIZES, WARMUP, Settings, Size
 
 Record = dict[str, Any]
 WEIGHT_DECAY = 0.1
@@ -60,8 +59,6 @@ def run(settings: Settings) -> Record:
             "curve": curve(history),
         }
         if not has_diverged(history):
-            if ARMS[settings.arm].annealed:
-                dynorm.finalize_(model)
             final = torch.utils.data.Subset(data.held_out, range(size.final))
             losses = torch.tensor(trainer.predict(final).predictions)
             record["loss"] = float(losses.mean())
@@ -91,7 +88,7 @@ def build(settings: Settings, data: Data) -> nn.Module:
         path = "transformer.drop" if hasattr(model, "transformer") else "model.embed_tokens"
         _scale_(model.get_submodule(path), size.channels)
         dynorm.init_as_published_(model)
-    elif not arm.annealed:
+    else:
         for site in sites:
             model.get_submodule(site.path).scale = math.sqrt(size.channels)
         dynorm.init_from_batch_(model, batch)
@@ -110,8 +107,6 @@ class StudyTrainer(Trainer):
         self.groups = dynorm.param_groups(
             self.model, lr=settings.lr, weight_decay=WEIGHT_DECAY, constants_lr=rate
         )
-        if arm.annealed:
-            self.add_callback(AnnealCallback(*ANNEALING))
         self.add_callback(StopWhenDiverged())
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
