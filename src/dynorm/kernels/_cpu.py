@@ -77,16 +77,14 @@ def gradients(
     Raises:
         UnfitError: the tensors are not as the kernels take them.
     """
-    results: list[Tensor | None] = []
-    for tensor, need in zip((x, *parameters, token_constant), needed, strict=True):
-        if need and tensor is not None:
-            results.append(torch.empty_like(tensor))
-        else:
-            results.append(None)
+    results: list[Tensor | None] = [None] * len(needed)
+    for place, tensor in enumerate((x, *parameters, token_constant)):
+        if needed[place] and tensor is not None:
+            results[place] = torch.empty_like(tensor)
     # The bias has no part in any gradient, so that it need not be read.
-    arguments = (x, *parameters[:3], None, token_constant, *form, grad, *results)
+    inputs = (x, *parameters[:3], None, token_constant)
     native = _native()
-    if native is None or not native.backward(*arguments):
+    if native is None or not native.backward(*inputs, *form, grad, *results):
         raise UnfitError
     if grad_sum is not None and results[0] is not None:
         results[0] += grad_sum

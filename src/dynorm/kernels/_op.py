@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from dynorm.arguments import is_exporting, watched_eagerly
@@ -77,13 +77,13 @@ def backend(device: torch.device | str = "cpu") -> str:
         'torch'
     """
     try:
-        kind = torch.device(device).type
+        known = torch.device(device)
     # A TypeError if the value is not a device at all.
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(
             f"device must be one that torch knows, as 'cpu' or 'cuda', got {device!r}"
         ) from error
-    kernels = _kernels_of(kind) if ENABLED else None
+    kernels = _kernels_of(known) if ENABLED else None
     if kernels is None:
         return "torch"
     return _cpu.name() if kernels is _cpu else "triton"
@@ -111,43 +111,29 @@ def pointwise(
     """
     if token_constant is not None:
         require_dyisru(form[0])
-    others = (residual, *parameters, token_constant)
-    if not may_serve(x, *others):
+    # Integers have the definition, so that it raises the error.
+    if not (ENABLED and x.is_floating_point() and _has_kernels(x.device)):
         return None
-    results: Sequence[Tensor] | None
-    if torch.compiler.is_compiling():
-        results = _op(x, *others, *form)
-    elif torch.is_grad_enabled() and wants_gradient(x, *others):
-        results = _record(False, x, *others, *form)
-    else:
-        results = _by_kernel(form, x, residual, parameters, token_constant)
-    return results
-
-
-def may_serve(x: Tensor, *others: Tensor | None) -> bool:
-    """Return whether a kernel may serve these tensors, unless it refuses their layout.
-
-    Otherwise the definition serves: where something watches, in compiled inference, in compiled
-    training on a GPU unless x is large, for a subclass of Tensor, for integers, so that it raises the
-    error, and where there are no kernels.
-    """
-    if not (ENABLED and x.is_floating_point() and _has_kernels(x.device.type)):
-        return False
-    for tensor in others:
-        if tensor is not None and type(tensor) not in PLAIN_TYPES:
-            return False
-    if not torch.compiler.is_compiling():
-        return _is_plain(x)
-    # The transforms of torch.func cannot look into the op.
-    if is_exporting() or torch._C._are_functorch_transforms_active():
-        return False
+    others = (residual, *parameters, token_constant)
     is_trained = torch.is_grad_enabled() and wants_gradient(x, *others)
-    return is_trained and type(x) in PLAIN_TYPES and trains_by_op(x)
+    results: Sequence[Tensor] | None = None
+    if torch.compiler.is_compiling():
+        # The transforms of torch.func cannot look into the op.
+        looks_inside = is_exporting() or torch._C._are_functorch_transforms_active()
+        are_plain = all(t is None or type(t) in PLAIN_TYPES for t in (x, *others))
+        if is_trained and are_plain and not looks_inside and trains_by_op(x):
+            results = _op(x, *others, *form)
+    elif _is_plain(x, *others):
+        if is_trained:
+            results = _record(False, form, x, *others)
+        else:
+            results = _by_kernel(form, x, residual, parameters, token_constant)
+    return results
 
 
 def trains_by_op(x: Tensor) -> bool:
     """Return whether compiled training takes the gradients by x from the kernels."""
-    if not (ENABLED and _has_kernels(x.device.type)):
+    if not (ENABLED and _has_kernels(x.device)):
         return False
     if not is_on_gpu(x):
         return True
@@ -162,23 +148,30 @@ def is_on_gpu(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
-def traced(*tensors: Tensor) -> bool:
+def traced(*tensors: Tensor | None) -> bool:
     """Return whether something watches operations one by one, and so must see the definition.
 
     That is torch.compile, torch.export and torch.jit.trace; vmap, grad and the other transforms of
     torch.func; forward-mode AD; modes, such as FakeTensorMode; and subclasses of Tensor, such as
     DTensor.
     """
-    return torch.compiler.is_compiling() or not all(map(_is_plain, tensors))
+    return torch.compiler.is_compiling() or not _is_plain(*tensors)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether nothing watches this tensor in eager mode."""
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Return whether nothing watches these tensors in eager mode."""
     if watched_eagerly() or forward_ad._current_level >= 0:
         return False
-    # Zeros of autograd have no memory, and neither have the tensors of is_grads_batched.
-    has_memory = not (tensor._is_zerotensor() or is_legacy_batchedtensor(tensor))
-    return type(tensor) in PLAIN_TYPES and has_memory
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        # A tensor that has left a transform of torch.func is still wrapped.
+        if type(tensor) not in PLAIN_TYPES or is_functorch_wrapped_tensor(tensor):
+            return False
+        # Zeros of autograd have no memory, and neither have the tensors of is_grads_batched.
+        if tensor._is_zerotensor() or is_legacy_batchedtensor(tensor):
+            return False
+    return True
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
@@ -189,7 +182,7 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _has_kernels(device: str) -> bool:
+def _has_kernels(device: torch.device) -> bool:
     return _kernels_of(device) is not None
 
 
@@ -198,70 +191,75 @@ _has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache
-def _kernels_of(device: str) -> ModuleType | None:
-    """Return the module with the kernels for a type of device, and log it once.
+def _kernels_of(device: torch.device) -> ModuleType | None:
+    """Return the module with the kernels for a device, and log it once.
 
     Triton is imported when needed.
     """
-    if device == "cpu" and _cpu.name() != "torch":
+    if device.type == "cpu" and _cpu.name() != "torch":
         return _cpu
-    if device == "cuda":
+    if device.type == "cuda":
         from dynorm.kernels import _triton
 
         if _triton.available():
-            _log.info("point-wise layers on cuda: triton")
+            _log.info("point-wise layers on %s: triton", device)
             return _triton
     return None
 
 
 class _Pointwise(torch.autograd.Function):
-    """The kernels with their gradients; its arguments are those of the op, behind ``by_op``.
+    """The kernels with their gradients, called directly or ``by_op``.
 
     Only x (or the sum), the parameters and the tokens' numbers are saved. The function is cheap,
     memory is not: computing f again takes less time than reading a saved result back.
     """
 
     @staticmethod
-    def forward(ctx: Any, by_op: bool, *arguments: Any) -> tuple[Tensor, ...]:
-        x, residual, *others, function, logarithmic, scale = arguments
+    def forward(
+        ctx: Any, by_op: bool, form: Fields, x: Tensor, residual: Tensor | None, *others: Any
+    ) -> tuple[Tensor, ...]:
         ctx.by_op = by_op
-        ctx.form = function, logarithmic, scale
+        ctx.form = form
+        results = None
         if not by_op:
-            results = _values(*arguments)
-        elif is_on_gpu(x):
-            # Inductor fuses it with the sum before it.
-            results = _defined(*arguments)
-        else:
+            *parameters, token_constant = others
+            results = _by_kernel(form, x, residual, parameters, token_constant)
+        elif not is_on_gpu(x):
             with torch._C._AutoDispatchBelowAutograd():
-                results = _op(*arguments)
+                results = _op(x, residual, *others, *form)
+        if results is None:
+            # On a GPU Inductor fuses it with the sum before it.
+            results = _defined(x, residual, *others, *form)
         ctx.save_for_backward(x if residual is None else results[1], *others)
         ctx.set_materialize_grads(False)
-        _, need_x, need_residual, *_ = ctx.needs_input_grad
-        if residual is not None and not (need_x or need_residual):
+        if residual is not None and not any(ctx.needs_input_grad[2:4]):
             ctx.mark_non_differentiable(results[1])
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None = None) -> Any:
         tensors = ctx.saved_tensors
-        _, need_x, need_residual, *need_others, _, _, _ = ctx.needs_input_grad
+        _, _, need_x, need_residual, *need_others = ctx.needs_input_grad
         needed = [need_x or need_residual, *need_others]
         if grad is None:
             grad = torch.zeros_like(tensors[0])
-        gradients = backward_op if ctx.by_op else _gradients
-        incoming = [grad] if grad_sum is None else [grad, grad_sum]
-        is_watched = not ctx.by_op and traced(tensors[0], *incoming)
         # A second derivative is that of the definition.
-        if torch.is_grad_enabled() or is_watched:
-            gradients = plain_gradients
-        in_order = iter(gradients(grad, grad_sum, *tensors, *ctx.form, needed))
-        of_x, *of_others = [next(in_order) if need else None for need in needed]
-        of_residual = of_x if need_residual else None
-        return (None, of_x if need_x else None, of_residual, *of_others, None, None, None)
+        again = torch.is_grad_enabled()
+        found = None
+        if not (again or ctx.by_op or traced(grad, grad_sum)):
+            found = _gradients_by_kernel(ctx.form, grad, grad_sum, tensors, needed)
+        if found is None:
+            gradients = backward_op if ctx.by_op and not again else plain_gradients
+            in_order = iter(gradients(grad, grad_sum, *tensors, *ctx.form, needed))
+            found = [next(in_order) if need else None for need in needed]
+        of_x, *of_others = found
+        return None, None, of_x if need_x else None, of_x if need_residual else None, *of_others
 
 
 # torch gives this method no types.
-_record: Any = _Pointwise.apply
+_record_op: Any = _Pointwise.apply
+# Without its search for transforms and for tensors that have left one, of which there are none.
+_record: Any = super(torch.autograd.Function, _Pointwise).apply
 
 
 def _by_kernel(
@@ -276,7 +274,7 @@ def _by_kernel(
     if residual is not None:
         total = torch.empty_like(x)
         residual = _laid_like(x, residual)
-    kernels = _kernels_of(x.device.type)
+    kernels = _kernels_of(x.device)
     if kernels is not None:
         try:
             y = kernels.forward(form, x, parameters, token_constant, residual, total)
@@ -322,23 +320,41 @@ def _defined(*arguments: Any) -> list[Tensor]:
     return [y] if residual is None else [y, total]
 
 
+def _gradients_by_kernel(
+    form: Fields,
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    tensors: Sequence[Any],
+    needed: Sequence[bool],
+) -> list[Tensor | None] | None:
+    """Return the gradients of x, of the parameters and of the tokens' numbers, None for what is not needed.
+
+    None if no kernel takes these tensors.
+    """
+    x, *parameters, token_constant = tensors
+    kernels = _kernels_of(x.device)
+    if kernels is None:
+        return None
+    grad = _laid_like(x, grad)
+    if grad_sum is not None:
+        grad_sum = _laid_like(x, grad_sum)
+    found: list[Tensor | None]
+    try:
+        found = kernels.gradients(form, grad, x, parameters, token_constant, needed, grad_sum)
+    except UnfitError:
+        return None
+    return found
+
+
 def _gradients(*arguments: Any) -> list[Tensor]:
     """Return the results of the op's backward pass, by a kernel if one serves.
 
     They are the gradients that are needed, of x, of the parameters and of the tokens' numbers.
     """
     grad, grad_sum, *tensors, function, logarithmic, scale, needed = arguments
-    x, *parameters, token_constant = tensors
     form = function, logarithmic, scale
-    kernels = _kernels_of(x.device.type)
-    if kernels is None:
-        return plain_gradients(*arguments)
-    grad = _laid_like(x, grad)
-    if grad_sum is not None:
-        grad_sum = _laid_like(x, grad_sum)
-    try:
-        found = kernels.gradients(form, grad, x, parameters, token_constant, needed, grad_sum)
-    except UnfitError:
+    found = _gradients_by_kernel(form, grad, grad_sum, tensors, needed)
+    if found is None:
         return plain_gradients(*arguments)
     return [gradient for gradient in found if gradient is not None]
 
@@ -386,6 +402,6 @@ def _fake_gradients(*arguments: Any) -> list[Tensor]:
 for _device in ("CPU", "CUDA"):
     _library.impl("pointwise", _values, _device)
     _library.impl("pointwise_backward", _gradients, _device)
-_library.impl("pointwise", lambda *arguments: list(_record(True, *arguments)), "Autograd")
+_library.impl("pointwise", lambda *a: list(_record_op(True, a[-3:], *a[:-3])), "Autograd")
 torch.library.register_fake(f"{NAMESPACE}::pointwise", _fake_values, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::pointwise_backward", _fake_gradients, lib=_library)

@@ -64,7 +64,7 @@ def may_add(layer: PointwiseModule, x: Tensor, residual: Tensor) -> bool:
 
 def has_channels(layer: PointwiseModule, x: Tensor) -> bool:
     """Return whether x has the size of the layer at its ``dim``."""
-    return x.shape[layer.dim :][:1] == (layer.channels,)
+    return -x.ndim <= layer.dim < x.ndim and x.shape[layer.dim] == layer.channels
 
 
 def check_input(layer: PointwiseModule, x: object) -> None:

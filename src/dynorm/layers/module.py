@@ -102,7 +102,7 @@ class PointwiseModule(nn.Module):
             # A parametrization, or a replica of DataParallel, keeps a parameter elsewhere.
             stored = {name: getattr(self, name, None) for name in names}
         # A list, which Dynamo makes a tuple of if it is unpacked with a star.
-        parameters = [stored.get(name) for name in names]
+        parameters = list(map(stored.get, names))
         if self.weight_offset:
             parameters[2] = self.factor()
         return parameters

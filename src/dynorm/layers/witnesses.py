@@ -108,8 +108,9 @@ class WitnessNorm(LogBetaNorm):
         It adds ``T = sum_k gain_k x_k^2`` to the beta of each token. A witness is not in its own sum, so
         its channel is computed by the definition and written over.
         """
-        if self.witnesses is None:
-            return super().by_kernel(x, residual)
+        # From the dictionary of nn.Module, as in kernel_parameters.
+        if self._buffers["witnesses"] is None:
+            return call_kernel(self, x, residual)
         if residual is not None or kernels.traced(x) or not x.is_floating_point():
             return None
         witnesses, gain = self.witnesses_and_gains()
