@@ -218,48 +218,46 @@ struct Backwards {
   const Wanted wanted;
   const std::int64_t padded = plan.padded;
 
-  // Rows that share their parameters; their sums, in `sums`, are added to `totals`. Both are null if none is wanted.
-  void run(int function, std::int64_t begin, std::int64_t end, const Row& row, Number* sums, double* totals) const {
+  // Rows that share their parameters, and their sums, kSums arrays; null if none is wanted.
+  void run(int function, std::int64_t begin, std::int64_t end, const Row& row, Number* sums) const {
     const Problem& problem = plan.problem;
     const Backward kernel = kernels.backward[function][problem.dtype];
     const std::int64_t at = begin * problem.channels * size_of(problem.dtype);
     if (sums != nullptr) std::fill(sums, sums + kSums * padded, Number{0});
     kernel(offset(problem.x, at), offset(grad_y, at), offset(grad_x, at), end - begin, problem.channels, row, sums,
            padded);
-    for (std::int64_t i = 0; sums != nullptr && i < kSums * padded; ++i) totals[i] += sums[i];
   }
 
-  void rows(std::int64_t begin, std::int64_t end, Number* sums, double* totals) const {
-    for (std::int64_t block = begin; block < end; block += kRowsInFloat) {
-      run(plan.function, block, std::min(end, block + kRowsInFloat), plan.row(), sums, totals);
-    }
-  }
-
-  void tokens(std::int64_t begin, std::int64_t end, Number* sums, double* totals) const {
-    Token<Number> token(plan);
-    for (std::int64_t i = begin; i < end; ++i) {
-      token.set(i);
-      run(token.function, i, i + 1, token.row(), sums, totals);
-      if (grad_token.data != nullptr) put(grad_token, i, token.gradient(sums));
-    }
-  }
-
-  // Rows begin to end, whose sums go to `whole`, kSums arrays.
-  void chunk(std::int64_t begin, std::int64_t end, Number* whole) const {
+  // Calls body(begin, end, sums) for every `step` rows; adds the sums in double, and puts the totals in `whole`.
+  template <class Body>
+  void add_up(std::int64_t begin, std::int64_t end, std::int64_t step, Number* whole, const Body& body) const {
     static thread_local Buffer<Number> sums_buffer;
     static thread_local Buffer<double> totals_buffer;
-    const bool summed = wanted.any();
-    Number* sums = summed ? sums_buffer.of(kSums * padded) : nullptr;
-    double* totals = summed ? totals_buffer.of(kSums * padded) : nullptr;
-    if (summed) std::fill(totals, totals + kSums * padded, 0.0);
-    if (plan.has_tokens()) {
-      tokens(begin, end, sums, totals);
-    } else {
-      rows(begin, end, sums, totals);
+    const std::int64_t size = whole == nullptr ? 0 : kSums * padded;
+    Number* sums = whole == nullptr ? nullptr : sums_buffer.of(size);
+    double* totals = totals_buffer.of(size);
+    std::fill(totals, totals + size, 0.0);
+    for (; begin < end; begin += step) {
+      body(begin, std::min(end, begin + step), sums);
+      for (std::int64_t i = 0; i < size; ++i) totals[i] += sums[i];
     }
-    for (int kind = 0; kind < kSums; ++kind) {
-      const std::int64_t from = kind * padded;
-      for (std::int64_t i = from; wanted.total[kind] && i < from + padded; ++i) whole[i] = static_cast<Number>(totals[i]);
+    for (std::int64_t i = 0; i < size; ++i) whole[i] = static_cast<Number>(totals[i]);
+  }
+
+  // Rows begin to end, whose sums go to `whole`, kSums arrays; null if none is wanted.
+  void chunk(std::int64_t begin, std::int64_t end, Number* whole) const {
+    auto rows = [&](std::int64_t from, std::int64_t to, Number* sums) { run(plan.function, from, to, plan.row(), sums); };
+    if (plan.has_tokens()) {
+      Token<Number> token(plan);
+      add_up(begin, end, 1, whole, [&](std::int64_t i, std::int64_t next, Number* sums) {
+        token.set(i);
+        run(token.function, i, next, token.row(), sums);
+        if (grad_token.data != nullptr) put(grad_token, i, token.gradient(sums));
+      });
+    } else if (whole == nullptr || end - begin <= kRowsInFloat) {
+      rows(begin, end, whole);
+    } else {
+      add_up(begin, end, kRowsInFloat, whole, rows);
     }
   }
 };
@@ -298,7 +296,9 @@ void backward_as(const Kernels& kernels, const Problem& problem, const void* gra
   static thread_local Buffer<Number> buffer;
   Number* whole = buffer.of(chunks * each);
   parallel(chunks, chunk * channels, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t k = begin; k < end; ++k) work.chunk(k * chunk, std::min(rows, (k + 1) * chunk), whole + k * each);
+    for (std::int64_t k = begin; k < end; ++k) {
+      work.chunk(k * chunk, std::min(rows, (k + 1) * chunk), work.wanted.any() ? whole + k * each : nullptr);
+    }
   });
   Totals totals;
   for (int kind = 0; kind < kSums; ++kind) {
