@@ -222,6 +222,16 @@ def test_threads_change_nothing(function: int, kind: str) -> None:
             assert got is want is None or torch.equal(got, want)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_an_output_larger_than_the_cache_has_the_values_of_its_parts(
+    instructions: str, dtype: torch.dtype
+) -> None:
+    x = torch.randn((20 << 20) // (512 * dtype.itemsize), 512).to(dtype)
+    form, parameters = Form(DYISRU, False, 1.5), Parameters(torch.ones(1))
+    parts = [_cpu.forward(form, part, parameters) for part in x.split(1000)]
+    assert torch.equal(_cpu.forward(form, x, parameters), torch.cat(parts))
+
+
 def test_sums_are_as_exact_as_float64_ones() -> None:
     # A million equal numbers in float32 would be off by parts in a thousand.
     x, grad = torch.ones(1_000_000, 3), torch.full((1_000_000, 3), 0.1)

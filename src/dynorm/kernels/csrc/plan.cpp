@@ -20,8 +20,9 @@ constexpr std::int64_t kPiece = 65536;
 constexpr std::int64_t kMostChunks = 64;
 // Rows added in float before they go to double; chunks are of a multiple of the rows that kernels take side by side.
 constexpr std::int64_t kRowsInFloat = 128, kMostSideBySide = 4;
-// Larger outputs do not fit the cache, so they need not pass through it.
-constexpr std::int64_t kStreamedBytes = std::int64_t{16} << 20;
+// Larger outputs do not fit the cache, so they need not pass through it. From the second size on glibc maps new pages for
+// each, and these are in the cache when they have been zeroed: past it they would take 7 % longer.
+constexpr std::int64_t kStreamedBytes = std::int64_t{16} << 20, kMappedBytes = std::int64_t{32} << 20;
 
 ParallelFor parallel_for_of_torch = nullptr;
 
@@ -169,7 +170,8 @@ void forward_as(const Kernels& kernels, const Problem& problem, void* y) {
   const Plan<Number> plan(problem, false);
   const std::int64_t channels = problem.channels, row_bytes = channels * size_of(problem.dtype);
   const bool aligned = reinterpret_cast<std::uintptr_t>(y) % 64 == 0 && row_bytes % 64 == 0;
-  const bool streamed = aligned && problem.rows * row_bytes >= kStreamedBytes;
+  const std::int64_t bytes = problem.rows * row_bytes;
+  const bool streamed = aligned && bytes >= kStreamedBytes && bytes < kMappedBytes;
   auto run = [&](int function, std::int64_t begin, std::int64_t end, const Row& row) {
     const Forward kernel = kernels.forward[function][problem.dtype];
     const std::int64_t at = begin * row_bytes;
