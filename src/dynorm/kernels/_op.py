@@ -253,7 +253,8 @@ class _Pointwise(torch.autograd.Function):
             in_order = iter(gradients(grad, grad_sum, *tensors, *ctx.form, needed))
             found = [next(in_order) if need else None for need in needed]
         of_x, *of_others = found
-        return None, None, of_x if need_x else None, of_x if need_residual else None, *of_others
+        of_residual = of_x if need_residual else None
+        return None, None, of_x if need_x else None, of_residual, *of_others
 
 
 # torch gives this method no types.
