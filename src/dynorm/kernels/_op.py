@@ -388,6 +388,13 @@ def plain_gradients(*arguments: Any) -> list[Tensor]:
     return gradients
 
 
+def _recorded(*arguments: Any) -> list[Tensor]:
+    """Return the results of the op, which autograd follows."""
+    *tensors, function, logarithmic, scale = arguments
+    form = function, logarithmic, scale
+    return list(_record_op(True, form, *tensors))
+
+
 def _fake_values(*arguments: Any) -> list[Tensor]:
     """Return empty results, by which compilers know their shapes."""
     x, residual, *_ = arguments
@@ -403,6 +410,6 @@ def _fake_gradients(*arguments: Any) -> list[Tensor]:
 for _device in ("CPU", "CUDA"):
     _library.impl("pointwise", _values, _device)
     _library.impl("pointwise_backward", _gradients, _device)
-_library.impl("pointwise", lambda *a: list(_record_op(True, a[-3:], *a[:-3])), "Autograd")
+_library.impl("pointwise", _recorded, "Autograd")
 torch.library.register_fake(f"{NAMESPACE}::pointwise", _fake_values, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::pointwise_backward", _fake_gradients, lib=_library)
