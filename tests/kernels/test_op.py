@@ -274,6 +274,35 @@ def test_transforms_take_the_definition(kind: type[PointwiseNorm], calls: list[s
     assert calls == []
 
 
+def leaked(value: Tensor) -> Tensor:
+    """The tensor that stood for a value inside two transforms of torch.func."""
+    seen: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor.sum()
+
+    derivative = torch.func.grad(keep)
+    torch.func.grad(lambda outer: derivative(outer).sum())(value)
+    return seen[0]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("role", ["x", "residual", "weight"])
+def test_a_tensor_that_has_left_a_transform_is_computed_with(role: str, trained: bool) -> None:
+    layer = build(DyISRU, 4).requires_grad_(trained)
+    given = {"x": torch.randn(3, 4), "residual": torch.randn(3, 4), "weight": torch.randn(4)}
+    results = []
+    for take in (torch.clone, leaked):
+        own = given | {role: take(given[role])}
+        y, total = functional_call(layer, {"weight": own["weight"]}, (own["x"], own["residual"]))
+        results.append([y, total])
+        if trained:
+            results[-1] += torch.autograd.grad(y.sum(), [layer.bias, layer.log_beta])
+    want, got = results
+    assert_close(got, want)
+
+
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit.*:DeprecationWarning", "ignore::torch.jit.TracerWarning"
 )

@@ -303,8 +303,9 @@ def test_refused_inputs(kind: type[PointwiseNorm]) -> None:
     for shape in ((2, 5), (4, 5), (2, 1), ()):
         with pytest.raises(ArgumentError, match="4 channels at dim -1, got shape"):
             kind(4)(torch.ones(shape))
-    with pytest.raises(ArgumentError, match="4 channels at dim 1, got shape"):
-        kind(4, dim=1)(torch.ones(4))
+    for dim, shape in ((1, (4,)), (-3, (4, 2))):
+        with pytest.raises(ArgumentError, match=f"4 channels at dim {dim}, got shape"):
+            kind(4, dim=dim)(torch.ones(shape))
     for dtype in (torch.int64, torch.bool, torch.complex64):
         with pytest.raises(ArgumentError, match=r"real.*floating"):
             kind(4)(torch.ones(4, dtype=dtype))
