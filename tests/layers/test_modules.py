@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.nn.utils import prune
 from torch.testing import assert_close
 
 import dynorm
@@ -218,6 +219,17 @@ def test_a_parametrized_weight_is_followed(kind: type[PointwiseNorm]) -> None:
     plain = layer(x)
     nn.utils.parametrize.register_parametrization(layer, "weight", Double())
     assert_close(layer(x), 2 * plain)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_pruned_parameter_is_followed(kind: type[PointwiseNorm], name: str) -> None:
+    layer, x = kind(6), torch.randn(3, 6)
+    nn.init.normal_(layer.bias)
+    prune.random_unstructured(layer, name, amount=3)
+    y = layer(x)
+    assert_close(layer.definition(x), y)
+    prune.remove(layer, name)
+    assert_close(layer(x), y)
 
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
