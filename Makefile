@@ -146,7 +146,7 @@ UNTRAINED = $(BIN)/dynorm convert "$$($(BIN)/python tools/demo_model.py)" build/
 quality: demo .venv/models.stamp build/pictures build/debian-descriptions.txt
 	cp build/demo/report.json benchmarks/results/demo.json
 	for model in minilm smollm2 dinov2; do $(BIN)/python -m benchmarks.quality $$model || exit 1; done
-	for model in minilm smollm2; do $(BIN)/python -m benchmarks.recipes $$model || exit 1; done
+	for model in minilm smollm2 dinov2; do $(BIN)/python -m benchmarks.recipes $$model || exit 1; done
 	$(UNTRAINED)
 	$(BIN)/python -m benchmarks.retrieval build/untrained/model build/demo/model
 	$(BIN)/python -m benchmarks.deploy

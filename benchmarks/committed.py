@@ -28,9 +28,9 @@ def left_in_place(row: Row) -> str:
     """Say what is left in a norm's place."""
     name = LAYERS[row["to"]]
     if row["witnesses"]:
-        return f"{name}, {row['witnesses']} witnesses"
+        name += f", {row['witnesses']} witnesses"
     if row["prefix"]:
-        return f"{name} after a constant token"
+        name += " after a constant token"
     return name
 
 

@@ -127,6 +127,7 @@ RUNS = {
         Run("linear", 0, 120, lr=6e-4, prefix=True, batch=1),
         Run("dyisru", 4, 0),
         Run("dyisru", 8, 180, lr=6e-4, batch=1),
+        Run("dyisru", 8, 180, lr=6e-4, prefix=True, batch=1),
     ],
     "dinov2": [
         Run("dyisru", 0, 200, batch=4),

@@ -1,4 +1,4 @@
-"""Compare ways to distil a strict model: ``python -m benchmarks.recipes MODEL``, minilm or smollm2.
+"""Compare ways to distil a strict model: ``python -m benchmarks.recipes MODEL``: minilm, smollm2 or dinov2.
 
 Each way takes the same steps on the same batches, and its model is measured on held-out data on the
 way. Curves are added to benchmarks/results/recipes.json; those that are there are not measured again.
@@ -10,7 +10,7 @@ import argparse
 import copy
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,18 +21,17 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 import dynorm
-from benchmarks.quality import Batches, Subject, minilm, smollm2
+from benchmarks.quality import SUBJECTS, Batches, Subject
 from dynorm.fold import fold_means_
 from dynorm.hub import with_prefix
 from dynorm.layers import AnnealedNorm
+from dynorm.layers.witnesses import WitnessNorm
 from dynorm.replace.converted import dynorm_layers
 from dynorm.report.conversion import compare
 from dynorm.train.anneal import AnnealStart, annealed_layers
 from dynorm.train.callbacks import AnnealCallback
 
 RESULTS = Path(__file__).parent / "results" / "recipes.json"
-# The data that is measured on the way.
-MEASURED = ("docstrings", "licences")
 PENALTY = 0.3
 # By how much the logarithms of gains fall while they shrink: a square then counts less than a thousandth.
 SHRINKAGE = 9.0
@@ -51,6 +50,7 @@ class Way:
             there are norms, if the way is annealed.
         witnesses: how many witnesses the layers have at first; in three quarters of the run their
             gains shrink, and then they are none.
+        to: the layer, where it is not annealed.
         prefix: whether the texts follow a constant token.
         lr: the learning rate.
     """
@@ -59,6 +59,7 @@ class Way:
     in_order: bool = False
     penalty: float = 0.0
     witnesses: int = 0
+    to: str = "dyisru"
     prefix: bool = False
     lr: float = dynorm.Recipe.lr
 
@@ -68,17 +69,17 @@ class Comparison:
     """A model and the ways that are compared on it.
 
     Args:
-        subject: the model with its data.
         figure: the figure of a report that is measured on the way.
+        kinds: the held-out data that it is measured on.
         steps: how long each way is distilled.
         every: after how many steps it is measured.
-        compared: on how many batches of each kind.
+        compared: on how many batches of each kind, at most.
         batch: how many samples a step takes.
         ways: the ways by their titles.
     """
 
-    subject: Callable[[], Subject]
     figure: str
+    kinds: tuple[str, ...]
     steps: int
     every: int
     compared: int
@@ -93,19 +94,23 @@ WAYS = {
     "annealed, all at once": Way(anneal=(0.0, 0.5)),
     "annealed, one site after another": Way(anneal=(0.0, 0.5), in_order=True),
 }
+LINES = {
+    "lines from the start": Way(to="linear"),
+    "lines, sizes made equal throughout": Way(to="linear", penalty=PENALTY),
+}
 COMPARISONS = {
     "minilm": Comparison(
-        minilm,
         "cosine_mean",
+        ("docstrings", "licences"),
         steps=120,
         every=30,
         compared=8,
         batch=16,
-        ways={**WAYS, "four witnesses whose gains shrink": Way(witnesses=4)},
+        ways={**WAYS, "four witnesses whose gains shrink": Way(witnesses=4), **LINES},
     ),
     "smollm2": Comparison(
-        smollm2,
         "kl",
+        ("docstrings", "licences"),
         steps=30,
         every=10,
         compared=1,
@@ -114,6 +119,20 @@ COMPARISONS = {
             "layers from the start, no constant token": Way(),
             **{title: replace(way, prefix=True) for title, way in WAYS.items()},
             "eight witnesses whose gains shrink": Way(witnesses=8, prefix=True, lr=6e-4),
+        },
+    ),
+    "dinov2": Comparison(
+        "cosine_mean",
+        ("photographs",),
+        steps=120,
+        every=30,
+        compared=12,
+        batch=4,
+        ways={
+            "layers from the start": Way(),
+            "sizes made equal throughout": Way(penalty=PENALTY),
+            "at a quarter of the rate": Way(lr=6e-4),
+            "at twice the rate": Way(lr=5e-3),
         },
     ),
 }
@@ -136,7 +155,7 @@ class Shrink(TrainerCallback):
     """Let the gains of all witnesses shrink in the first three quarters of the run, and then go."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = list(dynorm_layers(model).values())
+        self.layers: list[Any] = list(dynorm_layers(model).values())
 
     @torch.no_grad()
     def on_step_begin(self, args: object, state: Any, control: object, **kwargs: object) -> None:
@@ -170,7 +189,7 @@ class Curve(TrainerCallback):
         self.seconds += time.process_time() - self.started
         point: Row = {"step": step, "cpu_seconds": round(self.seconds)}
         with as_strict_layers(self.model):
-            for kind in MEASURED:
+            for kind in self.plan.kinds:
                 batches = self.subject.held_out[kind][: self.plan.compared]
                 output = compare(self.model, self.subject.model, batches)
                 point[kind] = round(getattr(output, self.plan.figure), 4)
@@ -195,7 +214,7 @@ def as_strict_layers(model: nn.Module) -> Iterator[None]:
         if isinstance(layer, AnnealedNorm):
             positions[layer] = layer.position
             layer.set_t_(1.0)
-        if layer.log_gain is not None:
+        if isinstance(layer, WitnessNorm) and layer.log_gain is not None:
             gains[layer.log_gain] = layer.log_gain.detach().clone()
             layer.log_gain.data.fill_(-torch.inf)
     yield
@@ -254,7 +273,7 @@ def curve(subject: Subject, plan: Comparison, way: Way) -> list[Row]:
     points = Curve(model, subject, plan)
     callbacks: list[TrainerCallback] = [points]
     if way.anneal is None:
-        dynorm.convert_(model, sites, witnesses=way.witnesses)
+        dynorm.convert_(model, sites, to=way.to, witnesses=way.witnesses)
         dynorm.calibrate_(model, subject.calibration)
     else:
         dynorm.convert_(model, sites, to="annealed")
@@ -283,7 +302,7 @@ def main() -> None:
     parser.add_argument("model", choices=COMPARISONS)
     model: str = parser.parse_args().model
     plan = COMPARISONS[model]
-    subject = plan.subject()
+    subject = SUBJECTS[model]()
     for title, way in plan.ways.items():
         known = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
         curves = known.setdefault(model, {})

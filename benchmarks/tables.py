@@ -78,7 +78,8 @@ def recipes_table(model: str, digits: int) -> str:
         steps = [point["step"] for point in points]
         cells = []
         for point in points:
-            cells.append(f"{point['docstrings']:.{digits}f} / {point['licences']:.{digits}f}")
+            kinds = [name for name in point if name not in ("step", "cpu_seconds")]
+            cells.append(" / ".join(f"{point[kind]:.{digits}f}" for kind in kinds))
         rows.append([way, *cells])
     return lines_of(["way", *(f"{step} steps" for step in steps)], rows)
 
@@ -429,6 +430,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "minilm": quality_table("minilm"),
         "recipes": partial(recipes_table, "minilm", 4),
         "recipes of smollm2": partial(recipes_table, "smollm2", 2),
+        "recipes of dinov2": partial(recipes_table, "dinov2", 4),
         "smollm2": quality_table("smollm2"),
         "dinov2": quality_table("dinov2"),
         "retrieval": retrieval_table,
