@@ -11,6 +11,7 @@ LAYERS = {
     "dyisru": "DyISRU",
     "dyt": "scaled DyT",
     "derf": "scaled Derf",
+    "norms": "the norms",
     "moved": "the norms; images moved by one pixel",
 }
 # How the figures of several seeds become one, where that is not their mean.

@@ -33,6 +33,7 @@ from dynorm.jobs import encode, load_pretrained, make_batches
 from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import image_inputs
 from dynorm.jobs.texts import split_texts, standard_library_docstrings
+from dynorm.recipe import ENCODER
 from dynorm.report.conversion import compare
 from tools import pictures
 from tools.demo_model import folder
@@ -90,7 +91,7 @@ class Run:
     to: str
     witnesses: int
     steps: int
-    lr: float = dynorm.Recipe.lr
+    lr: float = ENCODER.lr
     seeds: int = 1
     prefix: bool = False
     batch: int = 16
@@ -130,7 +131,7 @@ RUNS = {
         Run("dyisru", 8, 180, lr=6e-4, prefix=True, batch=1),
     ],
     "dinov2": [
-        Run("dyisru", 0, 200, batch=4),
+        Run("dyisru", 0, 200, lr=6e-4, batch=4),
         Run("dyisru", 0, 400, batch=2),
         Run("linear", 0, 200, batch=4),
         Run("dyisru", 4, 200, batch=4),
@@ -211,6 +212,16 @@ class MovedByOnePixel(nn.Module):
         return self.model(pixel_values=pixel_values.roll(1, -1))
 
 
+def after_a_constant_token(model: nn.Module) -> nn.Module:
+    """Return a copy whose texts follow a constant token, with its norms."""
+    return with_prefix(copy.deepcopy(model))
+
+
+# What the original itself becomes by a change that is small, or that comes before a conversion.
+CHANGED: dict[str, tuple[Run, Callable[[nn.Module], nn.Module]]] = {
+    "smollm2": (Run("norms", 0, 0, prefix=True), after_a_constant_token),
+    "dinov2": (Run("moved", 0, 0), MovedByOnePixel),
+}
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "minilm": minilm,
     "smollm2": smollm2,
@@ -352,9 +363,11 @@ def main() -> None:
     if options.check:
         check(options.model, subject)
         return
-    moved = Run("moved", 0, 0).stages(0)[0]
-    if options.model == "dinov2" and known(options.model, moved) is None:
-        add(options.model, {**moved, **figures_of(MovedByOnePixel(subject.model), subject)})
+    if options.model in CHANGED:
+        run, change = CHANGED[options.model]
+        about = run.stages(0)[0]
+        if known(options.model, about) is None:
+            add(options.model, {**about, **figures_of(change(subject.model), subject)})
     chosen = options.runs or range(len(RUNS[options.model]))
     for number in chosen:
         run = RUNS[options.model][number]

@@ -26,6 +26,7 @@ from dynorm.fold import fold_means_
 from dynorm.hub import with_prefix
 from dynorm.layers import AnnealedNorm
 from dynorm.layers.witnesses import WitnessNorm
+from dynorm.recipe import ENCODER
 from dynorm.replace.converted import dynorm_layers
 from dynorm.report.conversion import compare
 from dynorm.train.anneal import AnnealStart, annealed_layers
@@ -61,7 +62,7 @@ class Way:
     witnesses: int = 0
     to: str = "dyisru"
     prefix: bool = False
-    lr: float = dynorm.Recipe.lr
+    lr: float = ENCODER.lr
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ COMPARISONS = {
             "layers from the start": Way(),
             "sizes made equal throughout": Way(penalty=PENALTY),
             "at a quarter of the rate": Way(lr=6e-4),
-            "at twice the rate": Way(lr=5e-3),
+            "at half of the rate": Way(lr=1.25e-3),
         },
     ),
 }

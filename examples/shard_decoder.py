@@ -38,7 +38,7 @@ def convert(
     batches: list[Batch],
     steps: int,
     witnesses: int = 8,
-    lr: float = dynorm.Recipe.lr,
+    lr: float | None = dynorm.Recipe.lr,
 ) -> Any:
     """Return the converted model on the first process, and None on the others."""
     rank = distributed.get_rank()

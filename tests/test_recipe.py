@@ -214,7 +214,7 @@ def test_convert_model_refuses_what_only_the_command_can_use(
         dynorm.convert_model(model, rows(), steps=0, **options)
     assert isinstance(model.get_submodule("1"), nn.LayerNorm)
     # A recipe that the command has saved holds them, and stays usable.
-    recipe = Recipe(steps=0, held_out=64, max_length=64, batch=8, calibration=16)
+    recipe = Recipe(steps=0, lr=1e-3, held_out=64, max_length=64, batch=8, calibration=16)
     report = dynorm.convert_model(model, rows(), recipe=recipe)
     assert report.meta["recipe"] == recipe.to_dict()
 

@@ -164,10 +164,10 @@ def convert(
     ] = Recipe.fold_means,
     seed: Seed = Recipe.seed,
     lr: Annotated[
-        float,
+        float | None,
         typer.Option(
             help="Highest learning rate of the distillation: by which share of its size a step moves "
-            "a weight."
+            f"a weight. Default: {IMAGES.lr:.2g} for a model of images, {ENCODER.lr:.2g} for others.",
         ),
     ] = Recipe.lr,
     bf16: Annotated[
