@@ -54,9 +54,6 @@ def draw_errors(axes: Axes, model: str, name: str, layer: str) -> None:
     """Draw the error of each site of a strict model, from the first to the last."""
     drawn = next(run for run in runs_of(model) if left_in_place(run[0]) == layer)
     for steps, row in drawn.items():
-        # The oldest rows have none.
-        if "sites" not in row:
-            continue
         errors = [100 * error for _, error in row["sites"]]
         label = f"{steps:,} steps" if steps else "no training"
         axes.plot(range(1, len(errors) + 1), errors, "o-", ms=3, lw=1, label=label)

@@ -133,7 +133,6 @@ COMPARISONS = {
             "layers from the start": Way(),
             "sizes made equal throughout": Way(penalty=PENALTY),
             "at a quarter of the rate": Way(lr=6e-4),
-            "at half of the rate": Way(lr=1.25e-3),
         },
     ),
 }
