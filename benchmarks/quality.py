@@ -126,7 +126,6 @@ RUNS = {
         Run("dyisru", 0, 360, prefix=True, batch=1),
         Run("linear", 0, 0),
         Run("linear", 0, 120, lr=6e-4, prefix=True, batch=1),
-        Run("dyisru", 4, 0),
         Run("dyisru", 8, 180, lr=6e-4, batch=1),
         Run("dyisru", 8, 180, lr=6e-4, prefix=True, batch=1),
     ],
