@@ -288,7 +288,7 @@ def rows(subject: Subject, run: Run, stages: list[Row]) -> Iterator[Row]:
     teacher = subject.model
     if run.prefix:
         model = with_prefix(model)
-        teacher = with_prefix(copy.deepcopy(teacher))
+        teacher = after_a_constant_token(teacher)
     started = time.process_time()
     seconds = 0.0
     # Its own report is not used: all kinds are measured below.

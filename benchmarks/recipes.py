@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 import dynorm
-from benchmarks.quality import SUBJECTS, Batches, Subject
+from benchmarks.quality import SUBJECTS, Batches, Subject, after_a_constant_token
 from dynorm.fold import fold_means_
 from dynorm.hub import with_prefix
 from dynorm.layers import AnnealedNorm
@@ -95,10 +95,6 @@ WAYS = {
     "annealed, all at once": Way(anneal=(0.0, 0.5)),
     "annealed, one site after another": Way(anneal=(0.0, 0.5), in_order=True),
 }
-LINES = {
-    "lines from the start": Way(to="linear"),
-    "lines, sizes made equal throughout": Way(to="linear", penalty=PENALTY),
-}
 COMPARISONS = {
     "minilm": Comparison(
         "cosine_mean",
@@ -107,7 +103,12 @@ COMPARISONS = {
         every=30,
         compared=8,
         batch=16,
-        ways={**WAYS, "four witnesses whose gains shrink": Way(witnesses=4), **LINES},
+        ways={
+            **WAYS,
+            "four witnesses whose gains shrink": Way(witnesses=4),
+            "lines from the start": Way(to="linear"),
+            "lines, sizes made equal throughout": Way(to="linear", penalty=PENALTY),
+        },
     ),
     "smollm2": Comparison(
         "kl",
@@ -264,7 +265,7 @@ def curve(subject: Subject, plan: Comparison, way: Way) -> list[Row]:
     """Distil a copy of the model in one way, and return its figures on the way."""
     model, teacher = copy.deepcopy(subject.model), subject.model
     if way.prefix:
-        model, teacher = with_prefix(model), with_prefix(copy.deepcopy(teacher))
+        model, teacher = with_prefix(model), after_a_constant_token(teacher)
     batch = subject.calibration[0]
     sites = dynorm.find_norms(model, batch)
     means = fold_means_(model, sites, [site.path for site in sites], batch, subject.calibration)
