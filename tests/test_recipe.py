@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections.abc import Callable
@@ -63,6 +64,18 @@ def rows(count: int = 4) -> list[torch.Tensor]:
 )
 def test_the_kind_of_a_model(build: Callable[[], nn.Module], expected: Defaults) -> None:
     assert defaults_of(build()) == expected
+
+
+@pytest.mark.parametrize(("build", "kind"), [(bert, ENCODER), (vit, IMAGES)])
+def test_a_distillation_has_the_rate_of_the_kind(
+    build: Callable[[], nn.Module], kind: Defaults
+) -> None:
+    model = build()
+    teacher = copy.deepcopy(model)
+    data = ids() if kind is ENCODER else [{"pixel_values": torch.randn(4, 3, 8, 8)}] * 4
+    dynorm.convert_(model, dynorm.find_norms(model, **data[0]))
+    dynorm.calibrate_(model, data)
+    assert dynorm.distill_(model, data, teacher=teacher, steps=4).lr == kind.lr
 
 
 def test_the_job_has_the_defaults_of_the_verbs() -> None:

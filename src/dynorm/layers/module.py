@@ -98,7 +98,8 @@ class PointwiseModule(nn.Module):
         names = (self.constants[0], "shift", "weight", "bias")
         # From the dictionary of nn.Module: a kernel takes a few microseconds, and attributes as long.
         stored: Mapping[str, Tensor | None] = self._parameters
-        if [name for name in (*self.constants, "weight", "bias") if name not in stored]:
+        elsewhere = [name for name in (*self.constants, "weight", "bias") if name not in stored]
+        if elsewhere:
             # Pruning, a parametrization, or a replica of DataParallel keeps a parameter elsewhere.
             stored = {name: getattr(self, name, None) for name in names}
         # A list, which Dynamo makes a tuple of if it is unpacked with a star.

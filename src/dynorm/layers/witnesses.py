@@ -110,7 +110,7 @@ class WitnessNorm(LogBetaNorm):
         """
         # From the dictionary of nn.Module, as in kernel_parameters.
         if self._buffers["witnesses"] is None:
-            return call_kernel(self, x, residual)
+            return super().by_kernel(x, residual)
         if residual is not None or kernels.traced(x) or not x.is_floating_point():
             return None
         witnesses, gain = self.witnesses_and_gains()

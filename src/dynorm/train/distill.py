@@ -111,11 +111,10 @@ def distill_(
             are repeated if there are more steps, and an iterable may shuffle at each pass.
         teacher: the original model, such as a copy from before ``convert_``. It stays as it is.
         steps: how many steps to take.
-        lr: the highest learning rate, as a share; None takes 6e-4 for a model of images and 2.5e-3 for
-            others. A step of Adam moves each matrix by at most about
+        lr: the highest learning rate, as a share: a step of Adam moves each matrix by at most about
             this share of its root mean square, and a vector as one of at least 0.06. The first
             twentieth of the steps, or the first ten steps, warm up to it; then it falls to 0 as a
-            cosine.
+            cosine. None takes 6e-4 for a model of images, and 2.5e-3 for others.
         seed: the seed for models and callbacks that draw random numbers. The random states of the
             caller are put back at the end.
         bf16: run both models under ``torch.autocast`` in bfloat16; the weights keep their dtype. A
@@ -154,10 +153,9 @@ def distill_(
         >>> dynorm.distill_(model, data, teacher=original, steps=8).steps
         8
     """
-    _check(model, teacher, steps, seed)
     if lr is None:
         lr = defaults_of(model).lr
-    check_positive("lr", lr)
+    _check(model, teacher, steps, lr, seed)
     from dynorm.train.trainer import DistillationTrainer, training_arguments
 
     folder = None if checkpoints is None else Path(checkpoints)
@@ -240,14 +238,15 @@ def distill_(
     )
 
 
-def _check(model: nn.Module, teacher: nn.Module, steps: int, seed: int) -> None:
-    """Check the models and counts of :func:`distill_`, and that the Trainer is installed."""
+def _check(model: nn.Module, teacher: nn.Module, steps: int, lr: float, seed: int) -> None:
+    """Check the arguments of :func:`distill_`, and that the Trainer is installed."""
     for module, name in ((model, "the model"), (teacher, "the teacher")):
         check_module(module, name)
         require_values(module)
     check_count("steps", steps)
     if check_count("seed", seed, 0) >= 2**32:
         raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {seed}")
+    check_positive("lr", lr)
     require_library("transformers", "its Trainer")
     require_library("accelerate", "the Trainer of transformers")
 
