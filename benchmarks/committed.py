@@ -50,6 +50,9 @@ def runs_of(model: str) -> list[dict[int, Row]]:
 def over_seeds(rows: list[Row]) -> Row:
     """Return one row of the same conversion with several seeds: its figures are means, or the worst."""
     one = {**rows[0], "seeds": len(rows)}
+    for name in ("lr", "batch"):
+        if any(row.get(name) != one.get(name) for row in rows):
+            raise ValueError(f"rows of {one['steps']} steps must have one {name}")
     for kind in kinds_of(one):
         figures = {}
         for name in one[kind]:

@@ -62,7 +62,7 @@ def main() -> None:
     texts = encode(pretrained, standard_library_docstrings()[::40])
     batches = make_batches(pretrained, texts, 32)
     models = {"its norms": pretrained.model}
-    for title, to in (("DyISRU", "dyisru"), ("a line, folded away", "linear")):
+    for title, to in (("DyISRU", "dyisru"), ("a line", "linear")):
         model = copy.deepcopy(pretrained.model)
         sites = dynorm.find_norms(model, **batches[0])
         dynorm.convert_(model, sites, to)

@@ -125,6 +125,8 @@ def test_a_recipe_equals_that_of_its_file(recipe: Recipe, tmp_path: Path) -> Non
         ({"stock": True}, "stock must.*to=.none.*got to='dyisru'"),
         ({"to": {"*": "none"}, "stock": True}, "stock must"),
         ({"to": "none", "witnesses": 2}, "witnesses must be 0.*got 2"),
+        ({"to": {"*": "none"}, "witnesses": 2}, "witnesses must be 0 where no layer.*got 2"),
+        ({"to": {"*": {"witnesses": 4}}, "witnesses": 2}, "witnesses must be 0 where no layer"),
         ({"to": "derf", "witnesses": 2}, "witnesses must be 0 for 'derf', got 2.*dyisru"),
         ({"to": {"*": {"to": "dyt", "witnesses": 2}}}, "witnesses must be 0 for 'dyt', got 2"),
         ({"to": "none", "stock": 1}, "stock must be True"),

@@ -62,7 +62,7 @@ def defaults_of(model: nn.Module) -> Defaults:
     """
     kind = KINDS.get(getattr(model, "main_input_name", "input_ids"))
     can_generate = getattr(model, "can_generate", None)
-    if kind is not None and callable(can_generate) and can_generate():
+    if kind == "texts" and callable(can_generate) and can_generate():
         return LANGUAGE
     return IMAGES if kind == "images" else ENCODER
 
@@ -202,7 +202,8 @@ class Recipe(Plain):
 
     def check(self) -> None:
         """Check every value, or raise ArgumentError."""
-        for options in self.options_by_glob().values():
+        chosen = self.options_by_glob().values()
+        for options in chosen:
             if options is None:
                 continue
             if options.is_annealed:
@@ -227,10 +228,11 @@ class Recipe(Plain):
                 f'stock must go with to="{NO_NORM}", because no class of transformers has layers of '
                 f"dynorm, got to={self.to!r}"
             )
-        if self.to == NO_NORM and self.witnesses:
+        read = {options.witnesses for options in chosen if options is not None}
+        if self.witnesses and self.witnesses not in read:
             raise ArgumentError(
-                f'witnesses must be 0 with to="{NO_NORM}", because a line that reads other channels '
-                f"cannot be folded away, got {self.witnesses}"
+                f"witnesses must be 0 where no layer takes them from the recipe, got {self.witnesses} with "
+                f"to={self.to!r}; a line that is to be folded away reads its own channel only"
             )
         if not isinstance(self.checkpoints, Path | None):
             raise ArgumentError(

@@ -105,6 +105,16 @@ def test_a_text_that_overflows_takes_no_step() -> None:
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
+def test_gradients_whose_norm_overflows_take_no_step() -> None:
+    model = converted()
+    before = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: 1e25 * gradient)
+    with pytest.warns(CalibrationWarning, match="3 steps of this call were left out"):
+        dynorm.distill_(model, batches(), teacher=original(), steps=3)
+    assert same(model, before)
+
+
 def test_first_batches_that_overflow_end_it_before_a_step() -> None:
     with pytest.raises(DataError, match="first batches must be finite"):
         dynorm.distill_(converted(), [1e38 * batches()[0]], teacher=original(), steps=8)

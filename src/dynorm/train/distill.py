@@ -96,10 +96,10 @@ def distill_(
     The loss is the mean over the sites of ``e + log(max(e, 1e-4)) / 10``, ``e = |f(x) - y|^2 / |y -
     mean y|^2`` with y the outputs of the teacher's norms, plus the loss of the outputs,
     :func:`output_loss`. Small errors of early sites grow through the network, and the logarithm
-    gives them weight. Each batch is one step of the Trainer of transformers, without dropout. If
-    training made the loss of the first batches larger, the weights from before are put back, with a
-    warning; after an error or Ctrl-C too. Otherwise the replacement is final: the layers forget
-    their norms.
+    gives them weight. Each batch is one step of the Trainer of transformers, without dropout
+    and with gradients clipped to a norm of 1. If training made the loss of the first batches larger,
+    the weights from before are put back, with a warning; after an error or Ctrl-C too. Otherwise the
+    replacement is final: the layers forget their norms.
 
     Under ``torchrun`` or ``accelerate launch``, call it on every rank, each with its share of the
     data. A step is then one batch per rank and its loss the mean over the ranks. The Trainer wraps

@@ -67,6 +67,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         self.remove_callback(PrinterCallback)
         # How many steps were left out.
         self.skipped = 0
+        self._is_finite = True
         optimizer.register_step_pre_hook(self._skip_unless_finite)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -80,6 +81,15 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         # The Trainer turns dropout on; here it would only be noise between teacher and student.
         model.eval()
         loss: Tensor = model(inputs["batch"])
+        return loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss of a batch, and note whether its gradients are finite, before they are clipped."""
+        loss: Tensor = super().training_step(*args, **kwargs)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = gathered(torch.nn.utils.get_total_norm(gradients))
+        # Clipped by a norm that overflows they would be 0.
+        self._is_finite = bool(norm.isfinite())
         return loss
 
     def mean_loss(self, batches: Sequence[Batch]) -> float:
@@ -117,11 +127,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
 
         A line has no bound, so a single text can overflow.
         """
-        gradients = []
-        for group in optimizer.param_groups:
-            gradients += [p.grad for p in group["params"] if p.grad is not None]
-        norm = gathered(torch.nn.utils.get_total_norm(gradients))
-        if not bool(norm.isfinite()):
+        if not self._is_finite:
             optimizer.zero_grad()
             self.skipped += 1
 
