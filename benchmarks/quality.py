@@ -33,7 +33,7 @@ from dynorm.jobs import encode, load_pretrained, make_batches
 from dynorm.jobs.images import find_images
 from dynorm.jobs.inputs import image_inputs
 from dynorm.jobs.texts import split_texts, standard_library_docstrings
-from dynorm.recipe import ENCODER
+from dynorm.recipe import ENCODER, IMAGES
 from dynorm.report.conversion import compare
 from tools import pictures
 from tools.demo_model import folder
@@ -123,17 +123,16 @@ RUNS = {
     ],
     "smollm2": [
         Run("dyisru", 0, 80, batch=2),
-        Run("dyisru", 0, 360, prefix=True, batch=1),
+        Run("dyisru", 0, 360, seeds=3, prefix=True, batch=1),
         Run("linear", 0, 0),
         Run("linear", 0, 120, lr=6e-4, prefix=True, batch=1),
         Run("dyisru", 8, 180, lr=6e-4, batch=1),
         Run("dyisru", 8, 180, lr=6e-4, prefix=True, batch=1),
     ],
     "dinov2": [
-        Run("dyisru", 0, 200, lr=6e-4, batch=4),
-        Run("dyisru", 0, 400, batch=2),
-        Run("linear", 0, 200, batch=4),
-        Run("dyisru", 4, 200, batch=4),
+        Run("dyisru", 0, 200, lr=IMAGES.lr, seeds=3, batch=4),
+        Run("linear", 0, 200, lr=IMAGES.lr, batch=4),
+        Run("dyisru", 4, 200, lr=IMAGES.lr, batch=4),
     ],
 }
 

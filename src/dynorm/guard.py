@@ -349,6 +349,12 @@ def recomputing(model: nn.Module) -> Iterator[None]:
         is_enabled = getattr(module, "gradient_checkpointing", False)
         if is_enabled and "GradientCheckpointingLayer" in class_names:
             layers.append(module)
+    adapter = getattr(model, "active_peft_config", None)
+    if layers and getattr(adapter, "is_prompt_learning", False):
+        raise ModelError(
+            "gradient checkpointing must be off for a model with a prefix, because it drops the cache that "
+            "holds the prefix: turn it off"
+        )
 
     def checkpointed(layer: nn.Module, forward: Any, *args: object) -> Any:
         layer.training = False

@@ -45,8 +45,8 @@ class Defaults:
     lr: float = 2.5e-3
 
 
-# Many small steps: at equal time 16 texts per step lose less than 32, and 8 are level; one block of a
-# language model loses less than two. Such a step takes MiniLM half a second on two cores without bfloat16.
+# Many small steps: at equal time 16 texts per step lose less than 32, and 8 are level. Such a step takes
+# MiniLM half a second on two cores without bfloat16.
 ENCODER = Defaults(steps=500, batch=16, calibration=256, max_length=64)
 """For a text encoder, and for a model that is not a transformers model."""
 # At the rate of texts DINOv2's outputs are further from the original's after every number of steps.

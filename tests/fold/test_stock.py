@@ -142,7 +142,9 @@ def test_a_folded_model_is_saved_in_its_own_class_whose_norm_computes_the_identi
             dynorm.hub.as_stock(model, **given)
         return
     model.generation_config.eos_token_id = [2, 5]
+    random_state = torch.get_rng_state()
     stock: Any = dynorm.hub.as_stock(model, **given)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert torch.equal(stock(**given).logits, model(**given).logits)
     assert stock.generation_config.eos_token_id == [2, 5]
     assert not any(map(is_ours, stock.modules()))

@@ -113,6 +113,12 @@ def test_a_distillation_resumes(tmp_path: Path, tied: bool, prefix: bool) -> Non
     batches = [{"input_ids": texts()}]
     options: Any = {"teacher": build(), "steps": 8}
     whole = converted()
+    if prefix:
+        layer: Any = whole.get_submodule("base_model.model.layers.0")
+        layer.gradient_checkpointing = True
+        with pytest.raises(ModelError, match="gradient checkpointing must be off"):
+            dynorm.distill_(whole, batches, **options)
+        layer.gradient_checkpointing = False
     dynorm.distill_(whole, batches, **options)
     options["checkpoints"] = tmp_path
     with pytest.raises(KeyboardInterrupt):
@@ -144,7 +150,9 @@ def test_the_model_is_as_it_was() -> None:
     model.model.layers[0].eval()
     model.lm_head.weight.requires_grad_(False)
     state = copy.deepcopy(model.state_dict())
+    random_state = torch.get_rng_state()
     prefixed = with_prefix(model, TOKEN)
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert prefixed.training
     assert not model.model.layers[0].training
     frozen = [name for name, value in prefixed.named_parameters() if not value.requires_grad]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -131,6 +132,50 @@ def test_an_annealed_model_that_broke_is_put_back() -> None:
     assert same(model, before)
 
 
+def test_checkpoints_in_the_place_of_a_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be written"):
+        dynorm.distill_(
+            converted(), batches(), teacher=original(), steps=2, checkpoints=tmp_path / "file"
+        )
+
+
+def test_an_error_in_the_step_that_sets_the_constants_leaves_compilation_on() -> None:
+    model = original()
+    dynorm.convert_(model, dynorm.find_norms(model, batches()[0]), to="annealed")
+    data = [*batches(), torch.randn(32, 7)]
+    with pytest.raises(DataError):
+        dynorm.distill_(
+            model, data, teacher=original(), steps=6, callbacks=[AnnealCallback(0.7, 0.1)]
+        )
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    scale: np.ndarray[Any, Any]
+
+
+class OfPairs(nn.Module):
+    """A model whose second argument must stay a tuple of an array."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, scale: tuple[np.ndarray[Any, Any]]) -> Tensor:
+        assert isinstance(scale, tuple)
+        assert isinstance(scale[0], np.ndarray)
+        return self.model(x) * float(scale[0])
+
+
+@pytest.mark.parametrize("kind", [tuple, Pair._make])
+def test_batches_reach_the_model_as_they_are(kind: Callable[[Any], tuple[Any, ...]]) -> None:
+    data = [kind((batch, (np.ones(()),))) for batch in batches()]
+    report = dynorm.distill_(OfPairs(converted()), data, teacher=OfPairs(original()), steps=4)
+    assert report.steps == 4
+
+
 @pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarning")
 def test_a_run_resumes_from_its_checkpoint_and_another_models_is_refused(tmp_path: Path) -> None:
     done, again = converted(), converted()
@@ -138,7 +183,13 @@ def test_a_run_resumes_from_its_checkpoint_and_another_models_is_refused(tmp_pat
     dynorm.distill_(done, batches(), **options)
     assert dynorm.distill_(again, batches(), **options).steps == 10
     assert same(again, done)
-    for changes, words in (({"steps": 12}, "steps is 10"), ({"lr": 2e-3}, "lr is 0.001")):
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-best" / "trainer_state.json").write_text("")
+    for changes, words in (
+        ({"steps": 12}, "steps is 10"),
+        ({"lr": 1.05e-3}, "lr is 0.001"),
+        ({"seed": 1}, "seed is 0"),
+    ):
         with pytest.raises(StorageError, match=f"of this run, but its {words}, where this run has"):
             dynorm.distill_(converted(), batches(), **(options | changes))
     with pytest.raises(StorageError, match="loss of the first batches"):

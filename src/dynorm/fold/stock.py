@@ -9,7 +9,7 @@ from torch import nn
 from dynorm.batches import example_arguments
 from dynorm.errors import ModelError, listed
 from dynorm.fold.check import Check
-from dynorm.guard import require_plain_model
+from dynorm.guard import kept_random_states, require_plain_model
 from dynorm.replace.converted import is_ours
 from dynorm.replace.edits import edits_of
 
@@ -56,7 +56,8 @@ def as_stock(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     args, kwargs = example_arguments(model, args, kwargs)
     before = Check(model, [(args, kwargs)], _TOLERANCE)
     vars(config).update(dict.fromkeys(eps_names, _EPS))
-    stock: nn.Module = type(model)(config).to(like.device, like.dtype).eval()
+    with kept_random_states(torch.cuda.is_available()):
+        stock: nn.Module = type(model)(config).to(like.device, like.dtype).eval()
     stock.load_state_dict(stock.state_dict() | model.state_dict())
     # Those that are not saved keep their dtype, such as the frequencies of positions.
     for name, buffer in model.named_buffers():

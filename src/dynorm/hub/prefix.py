@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm.errors import ArgumentError, ModelError, require_library
-from dynorm.guard import require_plain_model, undisturbed
+from dynorm.guard import kept_random_states, require_plain_model, undisturbed
 from dynorm.replace.edits import is_changed
 
 # The length of the text on which the prefix is compared with the token itself, and the error that
@@ -28,7 +28,8 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
     ``dynorm convert --prefix`` does all of it. To save the model yourself, call
     :func:`dynorm.hub.save` for its ``get_base_model()`` and its own ``save_pretrained`` for the prefix,
     in two folders; ``PeftModel.from_pretrained(base, folder)`` joins them. Pad batches on the right, or
-    pass ``position_ids``: padding on the left moves a text away from the prefix.
+    pass ``position_ids``: padding on the left moves a text away from the prefix. A model with sliding
+    windows counts padding in them, so it must be on the right there.
 
     Args:
         model: a causal language model of transformers with a cache of keys and values; it becomes part
@@ -36,8 +37,8 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
         token: the id of the token; None takes ``bos_token_id`` of the model's config.
 
     Returns:
-        A ``PeftModel``. Its ``generate`` needs no word about the prefix, which is trained with the rest;
-        its ``forward`` takes no cache.
+        A ``PeftModel``. Its ``generate`` needs no word about the prefix, which is trained with the rest,
+        but the default cache, which is neither off nor static; its ``forward`` takes no cache.
 
     Raises:
         ArgumentError: peft is not installed, or the token is not one of the vocabulary.
@@ -100,7 +101,8 @@ def _with_adapter(model: nn.Module, cached: list[Tensor]) -> nn.Module:
     )
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
-        prefixed: nn.Module = get_peft_model(model, settings)
+        with kept_random_states(torch.cuda.is_available()):
+            prefixed: nn.Module = get_peft_model(model, settings)
     # With gradient checkpointing there is no cache to hold a prefix.
     except ValueError as reason:
         raise ModelError(f"the model must be one that peft takes, but: {reason}") from reason

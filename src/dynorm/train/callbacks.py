@@ -17,7 +17,8 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
     ``start`` it trains with its norms. The activations of step ``start`` set the constants, over
     all ranks and without padding. Then t rises to 1 over ``length`` steps, and the rest of the run
     trains the point-wise model; call :func:`dynorm.finalize_` at the end. A run that is resumed
-    from a checkpoint continues at its t.
+    from a checkpoint continues at its t. While it watches step ``start`` nothing runs compiled: if
+    an error of your own Trainer ends that step, call ``cancel_()``.
 
     Args:
         start, length: those of :class:`dynorm.AnnealSchedule`.
@@ -47,9 +48,7 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Move t, and watch the activations of the step at which the annealing begins."""
         # A step that raised an error: its activations no longer fit the model.
-        if self._start is not None:
-            self._start.cancel_()
-            self._start = None
+        self.cancel_()
         set_anneal_(model, self.schedule.at(state.global_step, state.max_steps))
         start, _ = self.schedule.steps(state.max_steps)
         if state.global_step == start:
@@ -66,6 +65,12 @@ class AnnealCallback(TrainerCallback):  # type: ignore[misc]
         """Set the constants when the annealing begins."""
         if self._start is not None:
             self._start.finish_()
+            self._start = None
+
+    def cancel_(self) -> None:
+        """Stop watching a step that an error has ended; a second call has no effect."""
+        if self._start is not None:
+            self._start.cancel_()
             self._start = None
 
     def on_log(

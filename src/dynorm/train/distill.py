@@ -24,6 +24,7 @@ from dynorm.errors import (
     ModelError,
     require_library,
 )
+from dynorm.files import require_writable
 from dynorm.guard import (
     copies_of,
     edited_parts,
@@ -156,7 +157,8 @@ def distill_(
     if lr is None:
         lr = defaults_of(model).lr
     _check(model, teacher, steps, lr, seed)
-    from dynorm.train.trainer import DistillationTrainer, training_arguments
+    from dynorm.train.callbacks import AnnealCallback
+    from dynorm.train.trainer import LOSS, RUN, DistillationTrainer, training_arguments
 
     folder = None if checkpoints is None else Path(checkpoints)
     started = time.perf_counter()
@@ -166,6 +168,8 @@ def distill_(
             "checkpoints must be None for a model that is sharded by fully_shard: save it with "
             "torch.distributed.checkpoint in a callback"
         )
+    if folder is not None:
+        require_writable(folder / RUN, overwrite=True)
     with (
         # In inference mode nothing has a gradient.
         torch.inference_mode(False),
@@ -201,7 +205,7 @@ def distill_(
                         "steps": steps,
                         "lr": lr,
                         "seed": seed,
-                        "loss of the first batches": loss_before,
+                        LOSS: loss_before,
                     }
                     trainer.require_same_run(folder, run)
                 trainer.train_from(folder)
@@ -209,6 +213,9 @@ def distill_(
                 loss_after = trainer.mean_loss(first)
             finally:
                 model.zero_grad()
+                for callback in callbacks:
+                    if isinstance(callback, AnnealCallback):
+                        callback.cancel_()
             # A loss of NaN is worse, too.
             kept = loss_after <= (math.inf if annealed else loss_before)
             if not kept:
