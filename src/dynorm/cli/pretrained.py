@@ -29,7 +29,7 @@ Texts = Annotated[
     list[str] | None,
     typer.Option(
         help="Text file or folder. Each paragraph is a text; in a file without blank lines, each "
-        "line. Default: the docstrings of Python's standard library. Repeatable."
+        "line; in a .py file, each docstring. Default: the docstrings of Python's standard library. Repeatable."
     ),
 ]
 Images = Annotated[
