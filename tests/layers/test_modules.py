@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import dynorm
 from dynorm import Derf, DyISRU, DyT, LinearControl, param_groups
-from dynorm.errors import ArgumentError
+from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import AnnealedDyISRU, PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 
@@ -230,6 +230,18 @@ def test_a_pruned_parameter_is_followed(kind: type[PointwiseNorm], name: str) ->
     assert_close(layer.definition(x), y)
     prune.remove(layer, name)
     assert_close(layer(x), y)
+
+
+def test_a_pruned_parameter_is_not_written_into() -> None:
+    x = torch.randn(64, 8)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    dynorm.convert_(model, dynorm.find_norms(model, x), to="annealed")
+    prune.random_unstructured(model[1], "weight", amount=3)
+    dynorm.set_anneal_(model, 1.0)
+    with pytest.raises(ModelError, match="'weight' of '1' is computed"):
+        dynorm.finalize_(model)
+    with pytest.raises(ModelError, match="must hold its parameters"):
+        dynorm.calibrate_(model, [x])
 
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])

@@ -126,7 +126,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Batch]) -> CalibrationReport:
 
     Raises:
         ModelError: the model has no point-wise layer, or one whose norm is not known (a loaded
-            model); or a layer shares a parameter with another module.
+            model); or a layer computes a parameter, or shares one with another module.
         DataError: ``batches`` is empty, one is of the wrong kind, the model cannot run it, or an
             activation is not finite (the message names the site). The constants are then as they
             were.
@@ -146,6 +146,7 @@ def calibrate_(model: nn.Module, batches: Iterable[Batch]) -> CalibrationReport:
     layers = require_layers(model, with_norms=True)
     for path, layer in layers.items():
         require_trainable(layer, path)
+        layer.require_stored(path)
     _require_unshared(model, layers)
     report = layers_from_first_rank_(model, lambda: _calibrate(model, layers, batches))
     if report.unreached:

@@ -103,6 +103,7 @@ def _initialize(model: nn.Module, batch: Batch) -> InitializationReport:
     layers = require_layers(model)
     for path, layer in layers.items():
         require_trainable(layer, path)
+        layer.require_stored(path)
     require_batch(batch)
     masks = token_masks(batch)
     paths = {layer: path for path, layer in layers.items()}

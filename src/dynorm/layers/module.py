@@ -18,7 +18,7 @@ from dynorm.arguments import (
     require_gathered,
     upcast,
 )
-from dynorm.errors import ArgumentError
+from dynorm.errors import ArgumentError, ModelError
 
 
 class NoEps:
@@ -107,6 +107,15 @@ class PointwiseModule(nn.Module):
         if self.weight_offset:
             parameters[2] = self.factor()
         return parameters
+
+    def require_stored(self, path: str) -> None:
+        """Refuse a parameter that is computed at each call, because a value that it is given would be lost."""
+        for name in (*self.constants, "weight", "bias"):
+            if name not in self._parameters:
+                raise ModelError(
+                    f"a layer must hold its parameters, but {name!r} of {path!r} is computed, by pruning or a "
+                    "parametrization: make it a parameter first, as torch.nn.utils.prune.remove does"
+                )
 
     def initial_constants(self) -> dict[str, float]:
         """Return the first values of the constants, by the size and the scale."""

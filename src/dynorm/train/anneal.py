@@ -114,6 +114,8 @@ def finalize_(model: nn.Module) -> nn.Module:
             "a layer must have a parent to be replaced in, but the model is the layer: call its "
             "end()"
         )
+    for path, layer in layers.items():
+        layer.require_stored(path)
     ends = {layer: layer.end() for layer in layers.values()}
     for layer, end in ends.items():
         take_over_(end, layer, replaced_by(layer))
