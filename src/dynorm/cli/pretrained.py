@@ -107,7 +107,7 @@ def convert(
         list[str] | None,
         typer.Option(
             help="Layer in the place of the norms: dyisru, dyt, derf, linear, or none, which folds "
-            "lines away into the weights. GLOB=NAME is for the norms whose path matches the glob, "
+            "lines away into the weights of a pre-norm model. GLOB=NAME is for the norms whose path matches the glob, "
             "and GLOB=keep leaves them. The first glob that matches decides. "
             f"Default: {LayerOptions.to}. Repeatable."
         ),

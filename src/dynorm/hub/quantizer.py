@@ -35,7 +35,7 @@ ADVICE = (
 )
 # The file that programs import if they trust the code of a folder, and its entry in config.json.
 CODE_FILE = "modeling_dynorm.py"
-CODE = '''"""Imports dynorm (pip install dynorm), which knows the layers of this model."""
+CODE = '''"""Imports dynorm, which must be installed and knows the layers of this model."""
 
 from dynorm.hub.transformers import ConfigReader
 '''

@@ -114,6 +114,8 @@ def _try_to_fold(model: nn.Module, batch: Batch, recipe: Recipe, say: Say) -> No
         as_stock(_without_prefix(trial, recipe), batch)
         folded = replace(folded, loads_with="stock")
     say(f"The fold in the end, tried on a copy: {folded.summary()}")
+    if not any(site.becomes for site in folded.sites):
+        say("No line can be folded away in this model: each norm becomes a line that stays.")
 
 
 def _without_prefix(model: Any, recipe: Recipe) -> nn.Module:

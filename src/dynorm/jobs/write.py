@@ -107,7 +107,8 @@ def write_out(
             (new / PREFIX / CARD).unlink(missing_ok=True)
         write_text(new / REPORT, json.dumps(report.to_dict(), indent=1) + "\n")
         if recipe is not None:
-            recipe.save(new / RECIPE)
+            # Another run with it must not continue this one's checkpoints.
+            recipe.changed(checkpoints=None).save(new / RECIPE)
             report.to_html(new / PAGE)
 
 

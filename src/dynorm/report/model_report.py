@@ -258,9 +258,10 @@ def _about_fold(fold: Mapping[str, Any]) -> str:
     words = "All lines are folded away into the weights."
     if left:
         words = (
-            f"{len(left)} lines stay, because not all that reads them is a matrix: {listed(left)}. "
-            "Any others are folded away into the weights."
+            f"{len(left)} lines stay, because not all that reads them is a matrix: {listed(left)}."
         )
+        if any(site["becomes"] for site in fold["sites"]):
+            words += " The others are folded away into the weights."
     attribution = fold.get("attribution")
     if attribution:
         words += (
