@@ -121,6 +121,8 @@ COMPARISONS = {
             "layers from the start, no constant token": Way(),
             **{title: replace(way, prefix=True) for title, way in WAYS.items()},
             "eight witnesses whose gains shrink": Way(witnesses=8, prefix=True, lr=6e-4),
+            "at 1.6 times the rate": Way(prefix=True, lr=4e-3),
+            "at a quarter of the rate": Way(prefix=True, lr=6e-4),
         },
     ),
     "dinov2": Comparison(
