@@ -153,7 +153,7 @@ def test_an_error_in_the_step_that_sets_the_constants_leaves_compilation_on() ->
 
 class Pair(NamedTuple):
     x: Tensor
-    scale: np.ndarray[Any, Any]
+    scale: tuple[np.ndarray[Any, Any]]
 
 
 class OfPairs(nn.Module):

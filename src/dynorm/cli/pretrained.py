@@ -29,7 +29,8 @@ Texts = Annotated[
     list[str] | None,
     typer.Option(
         help="Text file or folder. Each paragraph is a text; in a file without blank lines, each "
-        "line; in a .py file, each docstring. Default: the docstrings of Python's standard library. Repeatable."
+        "line; in a .py file, each docstring. Default: the docstrings of Python's standard "
+        "library. Repeatable."
     ),
 ]
 Images = Annotated[
@@ -107,8 +108,8 @@ def convert(
         list[str] | None,
         typer.Option(
             help="Layer in the place of the norms: dyisru, dyt, derf, linear, or none, which folds "
-            "lines away into the weights of a pre-norm model. GLOB=NAME is for the norms whose path matches the glob, "
-            "and GLOB=keep leaves them. The first glob that matches decides. "
+            "lines away into the weights of a pre-norm model. GLOB=NAME is for the norms whose path "
+            "matches the glob, and GLOB=keep leaves them. The first glob that matches decides. "
             f"Default: {LayerOptions.to}. Repeatable."
         ),
     ] = None,

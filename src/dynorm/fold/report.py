@@ -88,6 +88,11 @@ class FoldReport(Plain):
     fresh: int = 0
     norms: list[NormSite] = field(default_factory=list)
 
+    @property
+    def lines(self) -> list[FoldedSite]:
+        """The sites that are lines, or were."""
+        return [site for site in self.sites if site.kind == "linearcontrol"]
+
     def count(self, rewrite: str, state: str = FOLDED) -> int:
         """Return how many sites have a rewrite, "affine" or "center", in a state."""
         return sum(getattr(site, rewrite).state == state for site in self.sites)
@@ -137,11 +142,10 @@ class FoldReport(Plain):
         return notes
 
     def _title(self) -> str:
-        linear = [site for site in self.sites if site.kind == "linearcontrol"]
         parts = []
-        if linear:
-            removed = sum(site.becomes == "Identity" for site in linear)
-            parts.append(f"{removed} of {len(linear)} linear layers removed")
+        if self.lines:
+            removed = sum(site.becomes == "Identity" for site in self.lines)
+            parts.append(f"{removed} of {len(self.lines)} linear layers removed")
         for name, noun in (("affine", "affine maps"), ("center", "means")):
             folded = self.count(name)
             # An RMSNorm has no mean, and a norm that was folded before has no affine map.

@@ -27,10 +27,10 @@ def with_prefix(model: nn.Module, token: int | None = None) -> nn.Module:
 
     ``dynorm convert --prefix`` does all of it. To save the model yourself, call
     :func:`dynorm.hub.save` for its ``get_base_model()`` and its own ``save_pretrained`` for the prefix,
-    in two folders; ``PeftModel.from_pretrained(base, folder)`` joins them. In a call of
-    the model pad on the right, or pass ``position_ids``, which count from 0 at the first token of each
-    text: padding on the left moves a text away from the prefix. A model with sliding windows counts
-    padding in them, so it must be on the right there.
+    in two folders; ``PeftModel.from_pretrained(base, folder)`` joins them. In a call of the
+    model pad on the right, or pass ``position_ids``, which count from 0 at the first token of each text:
+    padding on the left moves a text away from the prefix. A model with sliding windows counts padding in
+    them, so it must be on the right there.
 
     Args:
         model: a causal language model of transformers with a cache of keys and values; it becomes part

@@ -114,7 +114,7 @@ def _try_to_fold(model: nn.Module, batch: Batch, recipe: Recipe, say: Say) -> No
         as_stock(_without_prefix(trial, recipe), batch)
         folded = replace(folded, loads_with="stock")
     say(f"The fold in the end, tried on a copy: {folded.summary()}")
-    if not any(site.becomes for site in folded.sites):
+    if not any(line.becomes for line in folded.lines):
         say("No line can be folded away in this model: each norm becomes a line that stays.")
 
 

@@ -251,16 +251,14 @@ def _about_fold(fold: Mapping[str, Any]) -> str:
     """Return sentences about lines that were to be folded away, or "" without a fold."""
     if not fold:
         return ""
-    left = []
-    for site in fold["sites"]:
-        if site["kind"] == "linearcontrol" and not site["becomes"]:
-            left.append(site["path"])
+    lines = [site for site in fold["sites"] if site["kind"] == "linearcontrol"]
+    left = [line["path"] for line in lines if not line["becomes"]]
     words = "All lines are folded away into the weights."
     if left:
         words = (
             f"{len(left)} lines stay, because not all that reads them is a matrix: {listed(left)}."
         )
-        if any(site["becomes"] for site in fold["sites"]):
+        if len(left) < len(lines):
             words += " The others are folded away into the weights."
     attribution = fold.get("attribution")
     if attribution:
