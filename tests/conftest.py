@@ -111,3 +111,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["DyISRU", "DyT", "Derf", "LinearControl"])
+def kind(request: pytest.FixtureRequest) -> Any:
+    """Each layer class in turn."""
+    import dynorm
+
+    return getattr(dynorm, request.param)

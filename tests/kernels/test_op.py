@@ -33,11 +33,6 @@ def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_op, "ENABLED", True)
 
 
-@pytest.fixture(params=LAYERS, ids=lambda kind: kind.__name__)
-def kind(request: pytest.FixtureRequest) -> type[PointwiseNorm]:
-    return request.param
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels called, in order."""

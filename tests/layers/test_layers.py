@@ -41,12 +41,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=FORMULAS, ids=lambda kind: kind.__name__)
-def kind(request: pytest.FixtureRequest) -> type[PointwiseNorm]:
-    """Each layer class in turn."""
-    return request.param
-
-
 def build(kind: type[PointwiseNorm], *args: Any, **kwargs: Any) -> PointwiseNorm:
     """Return a layer whose parameters have no two values the same."""
     layer = kind(*args, **kwargs)
@@ -198,11 +192,6 @@ def test_first_constants() -> None:
     assert dynorm.layers.ELN is DyISRU
     for other in (DyT(48, scale=1), Derf(48, scale=1)):
         assert_close(other.alpha.data, torch.tensor([0.5]))
-    assert_close(DyISRU(4).beta(), torch.tensor([4.0]))
-    tanh = torch.full((4,), 3 * math.tanh(1 / 3))
-    assert_close(DyT(4, scale=3.0)(torch.ones(4)), tanh)
-    erf = torch.full((4,), math.erf(0.5))
-    assert_close(Derf(4, scale=1)(torch.ones(4)), erf)
 
 
 @pytest.mark.parametrize(
@@ -267,14 +256,12 @@ BAD_ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no sizes": ((), {}, r"normalized_shape.*one axis, got \(\)"),
     "float size": (4.0, {}, r"normalized_shape.*int.*got 4\.0"),
     "bool size": (True, {}, "normalized_shape.*int.*got True"),
-    "text": ("4", {}, "normalized_shape.*int.*got '4'"),
     "several dims": (4, {"dim": (1, 2)}, r"dim.*int, got \(1, 2\)"),
     "zero scale": (4, {"scale": 0}, "scale.*got 0"),
     "nan scale": (4, {"scale": NAN}, "scale.*got nan"),
     "a word as scale": (4, {"scale": "a"}, "scale.*got 'a'"),
     "infinite offset": (4, {"weight_offset": INF}, "weight_offset.*got inf"),
     "integer dtype": (4, {"dtype": torch.int64}, "dtype.*got torch.int64"),
-    "complex dtype": (4, {"dtype": torch.complex64}, "dtype.*floating"),
 }
 
 

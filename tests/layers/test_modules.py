@@ -10,29 +10,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn.utils import prune
 from torch.testing import assert_close
 
 import dynorm
-from dynorm import Derf, DyISRU, DyT, LinearControl, param_groups
+from dynorm import Derf, DyISRU, DyT, param_groups
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.layers import AnnealedDyISRU, PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 
-LAYERS = [DyISRU, DyT, Derf, LinearControl]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no affine": {"elementwise_affine": False},
     "all": {"scale": 1.7, "dim": 1, "promote": True},
 }
 with_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-
-
-@pytest.fixture(params=LAYERS, ids=lambda kind: kind.__name__)
-def kind(request: pytest.FixtureRequest) -> type[PointwiseNorm]:
-    """Each layer class in turn."""
-    return request.param
 
 
 def build(kind: type[PointwiseNorm], *args: Any, **kwargs: Any) -> PointwiseNorm:
@@ -192,21 +185,16 @@ def test_fx_takes_a_layer_as_a_leaf(kind: type[PointwiseNorm]) -> None:
         torch.fx.symbolic_trace(model)
 
 
-def test_vmap_and_functional_call(kind: type[PointwiseNorm]) -> None:
-    layers = [build(kind, 6) for _ in range(3)]
-    x = torch.randn(4, 5, 6)
-    assert_close(vmap(layers[0], in_dims=1, out_dims=1)(x), layers[0](x))
-    state = stack_module_state(layers)
-    together = vmap(lambda p, x: functional_call(layers[0], p, (x,)), in_dims=(0, None))(state, x)
-    assert_close(together, torch.stack([layer(x) for layer in layers]))
+def test_gradients_of_single_samples(kind: type[PointwiseNorm]) -> None:
+    layer, x = build(kind, 6), torch.randn(4, 5, 6)
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(layers[0], params, (x,)).pow(2).sum()
+        return functional_call(layer, params, (x,)).pow(2).sum()
 
-    own = {name: p.detach() for name, p in layers[0].named_parameters()}
+    own = {name: p.detach() for name, p in layer.named_parameters()}
     per_sample = vmap(grad(loss), in_dims=(None, 0))(own, x)
-    layers[0](x).pow(2).sum().backward()
-    for name, parameter in layers[0].named_parameters():
+    layer(x).pow(2).sum().backward()
+    for name, parameter in layer.named_parameters():
         assert_close(per_sample[name].sum(0), parameter.grad)
 
 
