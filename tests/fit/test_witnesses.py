@@ -141,26 +141,12 @@ def test_a_second_calibration_chooses_anew() -> None:
     assert set(made[0].witness_channels) < {k + 1 for k in WITNESSES}
 
 
-def test_witnesses_set_by_hand_are_chosen_again() -> None:
-    made = converted(0)
-    made[0].set_witnesses_((17, 5))
-    dynorm.calibrate_(made, [tokens()])
-    assert set(made[0].witness_channels) == set(WITNESSES)
-    assert torch.allclose(made[0].log_gain.exp(), torch.tensor(1.0), rtol=0.1)
-
-
 def test_an_error_on_the_way_takes_the_witnesses_back() -> None:
     made = converted(2)
     with pytest.raises(DataError):
         dynorm.calibrate_(made, [tokens(), torch.full((4, CHANNELS), math.nan)])
     assert made[0].witness_channels == ()
     assert set(made[0].state_dict()) == {"log_beta", "weight"}
-
-
-def test_without_witnesses_there_is_no_gain() -> None:
-    plain = converted(0)
-    dynorm.calibrate_(plain, [tokens(300)])
-    assert "log_gain" not in plain[0].state_dict()
 
 
 def test_refinement_moves_the_gains() -> None:
