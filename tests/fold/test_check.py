@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.fold_models import build
 from dynorm.errors import DataError, ModelError
 from dynorm.fold import apply, fold, fold_
 from dynorm.fold.check import Check
@@ -197,7 +198,8 @@ def test_half_precision_still_folds(dtype: torch.dtype) -> None:
     report = fold_(net(dtype=dtype), x_of().to(dtype))
     assert report.count("affine") == report.count("center") == 1
     assert report.noise is not None
-    assert 0 < report.noise < 0.1
+    assert report.error is not None
+    assert 0 < report.error <= 2 * report.noise == report.tolerance < 0.2
 
 
 def test_a_model_without_a_float32_copy_asks_for_a_tolerance() -> None:
@@ -370,13 +372,10 @@ def test_a_cache_stays_as_the_caller_left_it() -> None:
 
 
 def test_a_transformers_cache_is_an_example_and_does_not_grow() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.cache_utils import DynamicCache
 
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=16)
-    model = GPT2LMHeadModel(config).double().eval()
-    ids, cache = torch.randint(2, 30, (2, 6)), DynamicCache(config=config)
+    model: Any = build("gpt2").double()
+    ids, cache = torch.randint(2, 30, (2, 6)), DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=cache)
         exact = model(ids[:, :1], past_key_values=copy.deepcopy(cache)).logits

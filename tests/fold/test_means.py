@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 import dynorm
+from benchmarks.fold_models import build
 from dynorm.errors import CalibrationWarning, ModelError
 from dynorm.fold import FoldReport, fold_means_
 from dynorm.layers.rmsnorm import RMSNorm
@@ -128,10 +129,7 @@ def test_a_model_without_layernorms_has_no_means_to_fold() -> None:
 
 
 def test_a_decoder_with_folded_means_loads_with_transformers(tmp_path: Path) -> None:
-    config = GPT2Config(n_embd=48, n_layer=2, n_head=2, vocab_size=64, n_positions=32)
-    config.bos_token_id = config.eos_token_id = 0
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(config).eval()
+    model: Any = build("gpt2", bos_token_id=0, eos_token_id=0)
     samples = [{"input_ids": ids} for ids in batches(4)]
     report = dynorm.convert_model(model, samples, steps=0)
     stage = report.meta["stages"]["fold_means"]

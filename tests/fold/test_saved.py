@@ -95,18 +95,22 @@ class Plain(nn.Module):
         return y
 
 
-def test_a_plain_model_comes_back_with_its_biases_and_untied(tmp_path: Path) -> None:
-    model, ids = Plain().eval(), torch.randint(0, 11, (2, 5))
-    nn.init.normal_(model.norm.bias)
+@pytest.mark.parametrize(("norm", "added"), [(nn.LayerNorm, ["head"]), (nn.RMSNorm, [])])
+def test_a_plain_model_comes_back_with_its_biases_and_untied(
+    tmp_path: Path, norm: type[nn.Module], added: list[str]
+) -> None:
+    model, ids = Plain(norm).eval(), torch.randint(0, 11, (2, 5))
+    for parameter in model.norm.parameters():
+        nn.init.normal_(parameter)
     report = fold_(model, ids, untie=True, add_bias=True)
-    assert report.loads_with == "dynorm"
+    assert (report.loads_with, report.added_biases, len(report.untied)) == ("dynorm", added, 1)
     dynorm.save(model, tmp_path / "model")
-    loaded = dynorm.load(tmp_path / "model", Plain())
+    loaded = dynorm.load(tmp_path / "model", Plain(norm))
     assert torch.equal(loaded(ids), model(ids))
-    assert type(loaded.norm) is RMSNorm
+    assert type(loaded.norm) is type(model.norm)
     assert loaded.head.weight is not loaded.embed.weight
     dynorm.save(loaded, tmp_path / "again")
-    assert torch.equal(dynorm.load(tmp_path / "again", Plain())(ids), model(ids))
+    assert torch.equal(dynorm.load(tmp_path / "again", Plain(norm))(ids), model(ids))
 
 
 def test_a_load_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
@@ -123,15 +127,6 @@ def test_a_load_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     assert repr(other) == text
     assert other.head.weight is weight is other.embed.weight
     assert other.head.bias is None
-
-
-def test_a_fold_that_only_unties_is_saved(tmp_path: Path) -> None:
-    model, ids = Plain(nn.RMSNorm).eval(), torch.randint(0, 11, (2, 5))
-    nn.init.normal_(model.norm.weight)
-    report = fold_(model, ids, untie=True)
-    assert (report.loads_with, report.added_biases, len(report.untied)) == ("dynorm", [], 1)
-    dynorm.save(model, tmp_path / "model")
-    assert torch.equal(dynorm.load(tmp_path / "model", Plain(nn.RMSNorm))(ids), model(ids))
 
 
 def test_a_fold_of_values_alone_is_saved_as_its_class_is() -> None:
