@@ -60,6 +60,7 @@ def test_an_inspection_holds_a_picture_of_each_site(
     text = page_of(inspected, tmp_path)
     page = Page(text)
     assert page.tags["figure"] == page.tags["svg"] == 2
+    assert page.tags["tr"] == 3
     labels = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]
     assert all("DyISRU 0." in label for label in labels)
     assert text.count("curve error: linear") == 2

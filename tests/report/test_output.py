@@ -11,10 +11,11 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from benchmarks import fold_models
 from dynorm.outputs import output_tensor, sample_vectors
 from dynorm.report.conversion import compare
 from dynorm.report.output import average_ranks, pairs_alike, spearman
-from tests.report.cases import bert, gpt, text_batches, toy, toy_batches
+from tests.report.cases import bert, text_batches, toy, toy_batches
 
 
 def moved(model: nn.Module) -> nn.Module:
@@ -57,7 +58,7 @@ def test_a_loss_in_front_of_the_logits_is_not_compared() -> None:
 
 @pytest.mark.parametrize("left", [False, True])
 def test_a_language_model_is_compared_by_its_next_tokens(left: bool) -> None:
-    original = gpt().eval()
+    original = fold_models.build("gpt2").double()
     model = moved(original)
     batches = text_batches(3)
     if left:
