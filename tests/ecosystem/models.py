@@ -61,11 +61,7 @@ def converted(model: Any, **options: Any) -> Any:
             parameter.add_(
                 0.1 * torch.randn_like(parameter)
             ) if parameter.dim() == 1 else parameter.mul_(10)
-    dynorm.convert_(
-        model,
-        dynorm.find_norms(model, input_ids=ids()),
-        **{"witnesses": 0, **options},
-    )
+    dynorm.convert_(model, dynorm.find_norms(model, input_ids=ids()), **options)
     dynorm.calibrate_(model, [{"input_ids": ids()}])
     return model
 

@@ -16,7 +16,8 @@ from torch import nn
 import dynorm
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.hub import load, plain, save
-from tests.hub.models import bert, build, converted, first, gpt2, same_state, witnessed
+from tests.ecosystem.models import bert, first, gpt2
+from tests.hub.models import build, converted, same_state, witnessed
 
 
 @pytest.mark.parametrize(
@@ -34,8 +35,14 @@ def test_a_plain_model_comes_back_bit_for_bit(tmp_path: Path, to: str, has_witne
     model = converted(to)
     if has_witnesses:
         witnessed(model)
+    if to == "annealed":
+        dynorm.set_anneal_(model, 0.3)
     save(model, tmp_path / "m")
-    assert same_state(load(tmp_path / "m", build()), model)
+    loaded: Any = load(tmp_path / "m", build())
+    assert same_state(loaded, model)
+    if to == "annealed":
+        dynorm.set_anneal_(loaded, 1.0)
+        assert type(dynorm.finalize_(loaded)[1]) is dynorm.DyISRU
 
 
 def test_dtypes_sharing_and_frozen_parameters_come_back(tmp_path: Path) -> None:

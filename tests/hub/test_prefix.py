@@ -10,33 +10,19 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import pad
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    TrainerCallback,
-)
+from transformers import TrainerCallback
 
 import dynorm
+from benchmarks import fold_models
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.hub import with_prefix
 from tests.ecosystem import models
 
-SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 TOKEN = 2
 
 
 def llama(**options: Any) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        **SIZE,
-        **({"bos_token_id": TOKEN} | options),
-    )
-    return LlamaForCausalLM(config).eval()
+    return fold_models.build("llama", **({"bos_token_id": TOKEN} | options))
 
 
 def gpt2() -> Any:
@@ -161,16 +147,12 @@ def test_the_model_is_as_it_was() -> None:
         assert torch.equal(value, state[name])
 
 
-def mamba() -> nn.Module:
-    return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1))
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: nn.Linear(2, 2), "causal language model.*got Linear"),
         (lambda: llama(is_encoder_decoder=True), "causal language model"),
-        (mamba, "keys and values of one size"),
+        (lambda: fold_models.build("mamba"), "keys and values of one size"),
     ],
 )
 def test_a_model_without_a_prefix_is_refused(build: Any, message: str) -> None:
@@ -178,7 +160,7 @@ def test_a_model_without_a_prefix_is_refused(build: Any, message: str) -> None:
         with_prefix(build().eval(), TOKEN)
 
 
-@pytest.mark.parametrize("token", [-1, 64, 2.0, "a", True, None])
+@pytest.mark.parametrize("token", [-1, 96, 2.0, "a", True, None])
 def test_a_token_outside_the_vocabulary_is_refused(token: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"an int from 0 to 63, got .*: pass another, or set"):
+    with pytest.raises(ArgumentError, match=r"an int from 0 to 95, got .*: pass another, or set"):
         with_prefix(llama(bos_token_id=None), token)

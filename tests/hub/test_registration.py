@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dynorm.hub import save
+from tests.ecosystem.models import bert
 from tests.fresh import run
-from tests.hub.models import bert
 
 START = """
 import os, sys, warnings

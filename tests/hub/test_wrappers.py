@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import dynorm
 from dynorm.errors import ModelError
 from dynorm.hub import contents
-from dynorm.wrappers import plain_modules, plain_name, unwrapped
+from dynorm.wrappers import plain_name, unwrapped
 from tests.ecosystem.models import first, gpt2
 
 C = 8
@@ -173,14 +173,6 @@ def test_parts_in_fsdp_are_written_by_their_plain_paths(tmp_path: Path) -> None:
         assert torch.equal(first(dynorm.load(tmp_path / str(k))), expected)
     with pytest.raises(ModelError, match=r"wrapped.*FSDP"):
         dynorm.save(model, tmp_path / "model")
-
-
-def test_names_without_wrappers() -> None:
-    model = wrap_blocks(build(), WRAPPERS["both"])
-    inside = "blocks.0._orig_mod._checkpoint_wrapped_module.module.1"
-    assert isinstance(model.get_submodule(inside), nn.LayerNorm)
-    assert plain_name(f"{inside}.weight") == "blocks.0.module.1.weight"
-    assert list(plain_modules(model)) == list(dict(build().named_modules()))
 
 
 def test_parts_whose_names_a_model_may_have_too_are_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,19 +178,6 @@ def test_calibration_leaves_the_model_as_it_is_at_0_and_sets_where_it_goes() -> 
     assert errors[0] < 0.7 * errors[1]
 
 
-def test_a_model_in_the_middle_of_the_path_is_saved_and_loaded(tmp_path: Path) -> None:
-    model = annealed(net(torch.float32))
-    dynorm.set_anneal_(model, 0.3)
-    dynorm.save(model, tmp_path / "saved")
-    loaded = dynorm.load(tmp_path / "saved", model=net(torch.float32))
-    x = batches(dtype=torch.float32)[0]
-    assert torch.equal(loaded(x), model(x))
-    assert all(t == pytest.approx(0.3) for t in positions(loaded).values())
-    dynorm.set_anneal_(loaded, 1.0)
-    dynorm.finalize_(loaded)
-    assert isinstance(loaded.rms, dynorm.DyISRU)
-
-
 def test_a_layer_alone_cannot_be_replaced_in_itself() -> None:
     with pytest.raises(dynorm.errors.ModelError, match=r"have.*parent"):
         dynorm.finalize_(dynorm.layers.AnnealedDyISRU(8, t=1.0))
@@ -212,16 +198,6 @@ class TestSchedule:
         values = [schedule.at(step, total) for step in range(total)]
         expected = [min(max((step - start) / length, 0.0), 1.0) for step in range(total)]
         assert values == expected
-
-    def test_three_graphs_serve_the_whole_path(self) -> None:
-        torch._dynamo.reset()
-        counter, model, x = CompileCounter(), annealed(net()), batches()[0]
-        compiled = torch.compile(model, backend=counter, fullgraph=True)
-        schedule = AnnealSchedule(2 / 14, 8 / 14)
-        for step in range(14):
-            dynorm.set_anneal_(model, schedule.at(step, 14))
-            torch.testing.assert_close(compiled(x), model(x))
-        assert counter.frame_count == 3
 
     @pytest.mark.parametrize("value", [-1, 1.5, float("nan"), "a", True, None])
     def test_wrong_shares_and_steps_are_refused(self, value: Any) -> None:

@@ -99,19 +99,6 @@ def test_t_follows_the_schedule_and_the_end_is_point_wise(tmp_path: Path) -> Non
     assert {type(layer) for layer in dynorm_layers(net).values()} == {dynorm.DyISRU}
 
 
-def test_up_to_the_begin_the_run_is_that_of_the_norms(tmp_path: Path) -> None:
-    annealed = trainer(
-        model(), tmp_path, AnnealCallback(start=8 / STEPS, length=2 / STEPS), save_strategy="no"
-    )
-    annealed.train()
-    net = dynorm.restore_(model())
-    plain = trainer(net, tmp_path, None, save_strategy="no")
-    plain.train()
-    losses = plain.seen.losses
-    assert annealed.seen.losses[:9] == pytest.approx(losses[:9], rel=1e-5)
-    assert annealed.seen.losses[10] != pytest.approx(losses[10], rel=1e-5)
-
-
 @pytest.mark.parametrize("stop", [3, 5, 10])
 def test_a_stopped_and_resumed_run_is_bit_equal(tmp_path: Path, stop: int) -> None:
     whole = trainer(
