@@ -64,24 +64,15 @@ def test_a_glob_is_named_once(words: list[str]) -> None:
         layers_of(words)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--held-out", "1"], "held_out must be an integer, at least 2, got 1\n"),
-        (["--to", "dyt", "--witnesses", "2"], "witnesses must be 0 for 'dyt', got 2: only DyISRU"),
-    ],
-)
 def test_wrong_values_are_named_with_status_2(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["dynorm", "convert", "model", "out", *words])
+    monkeypatch.setattr("sys.argv", ["dynorm", "convert", "model", "out", "--held-out", "1"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(f"dynorm: {said}")
+    said = "dynorm: held_out must be an integer, at least 2, got 1\n"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_sigterm_is_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:

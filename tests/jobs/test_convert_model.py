@@ -43,8 +43,6 @@ def test_a_distillation_that_does_harm_is_not_kept(lr: float, kept: bool) -> Non
         ({"batches": []}, DataError),
         ({"batches": torch.randn(32, 16)}, DataError),
         ({"held_out": [torch.zeros(3, 5)]}, DataError),
-        ({"to": "nothing"}, ArgumentError),
-        ({"to": "annealed"}, ArgumentError),
         ({"only": "5"}, ArgumentError),
         ({"witnesses": 17}, ArgumentError),
         ({"batches": [*data(6), torch.full((32, 16), torch.nan)]}, DataError),

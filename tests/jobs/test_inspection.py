@@ -8,14 +8,6 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from dynorm.cli import app
-from dynorm.jobs.inspect import inspect_pretrained
-from dynorm.recipe import Recipe
-
-
-def test_an_encoder(encoder: Path, texts: Path) -> None:
-    report = inspect_pretrained(encoder, Recipe(max_length=16, held_out=16), texts=[texts])
-    assert len(report.sites) == 5
-    assert report.meta["model"] == "tiny-bert"
 
 
 def test_the_command_line(encoder: Path, texts: Path, tmp_path: Path) -> None:
@@ -24,7 +16,9 @@ def test_the_command_line(encoder: Path, texts: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     done = CliRunner().invoke(app, [*words, "--json", "--out", str(page)])
     assert done.exit_code == 0
-    assert len(json.loads(done.stdout)["sites"]) == 5
+    report = json.loads(done.stdout)
+    assert len(report["sites"]) == 5
+    assert report["meta"]["model"] == "tiny-bert"
     assert page.read_text("utf-8").startswith("<!doctype html>")
     done = CliRunner().invoke(app, words)
     assert "DyISRU fits outliers better than DyT" in done.stdout

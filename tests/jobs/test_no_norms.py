@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BertModel, LlamaForCausalLM
 
 import dynorm
 from benchmarks.fold_models import build, inputs, linear_
@@ -27,11 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::dynorm.errors.CalibrationWarnin
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    return save(LlamaForCausalLM(config), tmp_path_factory.mktemp("models") / "tiny-llama")
+    model = build("llama", vocab_size=256, tie_word_embeddings=True)
+    return save(model, tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 def batches(count: int = 4) -> list[dict[str, Tensor]]:
