@@ -27,20 +27,6 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, name: str) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_failure_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.txt"
-    write_text(path, "old")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(dynorm.errors.StorageError, match="No space left"):
-        write_text(path, "new")
-    assert path.read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
-
-
 def test_ctrl_c_between_two_renames_leaves_the_old_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,23 +46,6 @@ def test_ctrl_c_between_two_renames_leaves_the_old_folder(
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("name", ["file/a.txt", "a\0b", "folder"])
-def test_what_will_not_be_writable_is_refused_before_the_work(tmp_path: Path, name: str) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("")
+def test_a_path_that_the_system_does_not_take_is_refused_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(dynorm.errors.StorageError, match="can be written"):
-        require_writable(tmp_path / name)
-
-
-def test_a_file_that_exists_is_refused_unless_it_may_be_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("mine")
-    with pytest.raises(dynorm.errors.StorageError, match=r"a\.txt.*--overwrite"):
-        require_writable(path)
-    require_writable(path, overwrite=True)
-    assert path.read_text() == "mine"
-
-
-def test_the_folder_of_what_will_be_written_is_made(tmp_path: Path) -> None:
-    require_writable(tmp_path / "a" / "b" / "c.txt")
-    assert list((tmp_path / "a" / "b").iterdir()) == []
+        require_writable(tmp_path / "a\0b")

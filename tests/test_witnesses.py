@@ -75,6 +75,7 @@ def test_with_all_channels_dyisru_is_rms_norm(eps: float) -> None:
     assert_close(found, F.rms_norm(x, eps=eps), rtol=1e-14, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_derivatives() -> None:
     inputs = [t.requires_grad_() for t in (sample(2, C), *parameters(), witnesses()["gain"])]
 
@@ -82,7 +83,7 @@ def test_derivatives() -> None:
         *given, gain = leaves
         return F.dyisru_general(*given, witnesses=torch.tensor(WITNESSES), gain=gain)
 
-    assert gradcheck(call, inputs)
+    assert gradcheck(call, inputs, check_forward_ad=True)
 
 
 def test_the_jacobian_is_the_closed_form() -> None:
@@ -130,7 +131,6 @@ def test_gradients_of_a_massive_witness_are_those_of_double_precision(value: flo
         assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_transforms() -> None:
     x, given = sample(5, C), parameters()
 
@@ -138,10 +138,6 @@ def test_transforms() -> None:
         return F.dyisru_general(x, *given, **witnesses())
 
     assert_close(torch.vmap(call)(x), call(x))
-    tangent = sample(5, C, seed=9)
-    _, found = torch.func.jvp(call, (x,), (tangent,))
-    moved = (call(x + 1e-6 * tangent) - call(x - 1e-6 * tangent)) / 2e-6
-    assert_close(found, moved, rtol=1e-6, atol=1e-6)
     assert_close(torch.compile(call, fullgraph=True, backend="eager")(x), call(x))
 
 
@@ -150,10 +146,6 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     (
         lambda: F.dyisru(X, 1.0, witnesses=torch.ones(1)),
         r"witnesses.*integer.*float32.*\(1,\)",
-    ),
-    (
-        lambda: F.dyisru(X, 1.0, witnesses=torch.tensor(1)),
-        r"witnesses.*got torch.int64.*\(\)",
     ),
     (
         lambda: F.dyisru(X, 1.0, witnesses=torch.tensor([2, 0, 2])),
