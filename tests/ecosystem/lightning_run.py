@@ -7,6 +7,7 @@ from typing import Any
 import lightning
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dynorm
 
@@ -56,3 +57,12 @@ class Net(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(dynorm.param_groups(self, lr=1e-2))
+
+
+def fit(net: Net, x: Tensor, **options: Any) -> None:
+    """Train a net to sum its inputs."""
+    trainer = lightning.Trainer(
+        max_steps=STEPS, accelerator="cpu", callbacks=[Anneal()], enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, logger=False, **options,
+    )  # fmt: skip
+    trainer.fit(net, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16))

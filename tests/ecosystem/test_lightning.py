@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
 import dynorm
 
@@ -21,17 +20,11 @@ pytestmark = [
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_the_lines_of_the_page_do_what_the_callback_of_the_trainer_does(accumulated: int) -> None:
     # Its import takes seconds, in each process that collects the tests.
-    import lightning
-
-    from tests.ecosystem.lightning_run import LENGTH, START, STEPS, Anneal, Net
+    from tests.ecosystem.lightning_run import LENGTH, START, STEPS, Net, fit
 
     x = torch.randn(512, 8)
     net = Net()
-    trainer = lightning.Trainer(
-        max_steps=STEPS, accelerator="cpu", callbacks=[Anneal()], accumulate_grad_batches=accumulated,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, logger=False,
-    )  # fmt: skip
-    trainer.fit(net, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16))
+    fit(net, x, accumulate_grad_batches=accumulated)
 
     assert [step for step, *_ in net.seen] == [
         step for step in range(STEPS) for _ in range(accumulated)
@@ -52,15 +45,14 @@ def test_the_lines_of_the_page_do_what_the_callback_of_the_trainer_does(accumula
     )
     found = next(beta for step, _, beta in net.seen if step == START + 1)
     assert len(begun) == 16 * accumulated
-    assert found == pytest.approx(expected(begun), rel=1e-4)
+    expected = dynorm.theory.leave_one_out_beta(begun.double(), eps=1e-5).log().mean().exp()
+    assert found == pytest.approx(float(expected), rel=1e-4)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
     assert type(dynorm.finalize_(net).get_submodule("net.1")) is dynorm.DyISRU
 
 
 def test_a_step_that_fails_leaves_torch_compile_on_and_the_model_unwatched() -> None:
-    import lightning
-
-    from tests.ecosystem.lightning_run import START, STEPS, Anneal, Net
+    from tests.ecosystem.lightning_run import START, Net, fit
 
     class Failing(Net):
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
@@ -70,20 +62,8 @@ def test_a_step_that_fails_leaves_torch_compile_on_and_the_model_unwatched() -> 
             return loss
 
     net, x = Failing(), torch.randn(512, 8)
-    trainer = lightning.Trainer(
-        max_steps=STEPS, accelerator="cpu", callbacks=[Anneal()], enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, logger=False,
-    )  # fmt: skip
     before = torch._dynamo.eval_frame._stance
     with pytest.raises(RuntimeError, match="out of memory"):
-        trainer.fit(net, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16))
+        fit(net, x)
     assert torch._dynamo.eval_frame._stance == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
-
-
-def expected(x: Tensor) -> float:
-    """The begin's constant by its formula: the geometric mean of C times the variance of a token's other channels."""
-    x, (_, channels) = x.double(), x.shape
-    others = torch.stack([x[:, [j for j in range(channels) if j != i]] for i in range(channels)])
-    variance = others.var(-1, unbiased=False)
-    return float((channels * variance + channels**2 * 1e-5 / (channels - 1)).log().mean().exp())

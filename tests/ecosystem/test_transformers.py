@@ -67,21 +67,6 @@ def test_a_run_of_the_trainer_stops_resumes_and_is_saved(tmp_path: Path) -> None
     assert torch.equal(first(loaded), first(model.eval()))
 
 
-def test_the_trainer_with_checkpointed_activations_takes_the_same_steps(tmp_path: Path) -> None:
-    found = []
-    fields = TrainingArguments.__dataclass_fields__
-    option = "activation_checkpointing"
-    if option not in fields:
-        option = "gradient_checkpointing"
-    for checkpointing in (False, True):
-        torch.manual_seed(0)
-        model = llama()
-        run = trainer(model, tmp_path, save_strategy="no", **{option: checkpointing})
-        run.train()
-        found.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
-
-
 def test_pipelines_give_what_the_model_gives(tmp_path: Path) -> None:
     model = bert("BertForMaskedLM")
     folder = saved(model, tmp_path / "bert")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.export import Dim
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,25 +75,6 @@ def reducing(names: Any) -> list[str]:
 def layers_with(witnesses: tuple[int, ...], dim: int = -1) -> Layers:
     """All kinds; with witnesses DyISRU only."""
     return Layers(witnesses, dim, [dynorm.DyISRU] if witnesses else LAYERS)
-
-
-# test_modules.py compiles with numbers for inputs, which takes twice as long.
-@torch._dynamo.config.patch(specialize_float=True)
-@pytest.mark.parametrize(("witnesses", "dim"), [((), -1), (WITNESSES, 1)])
-def test_compiled_once_for_every_shape(witnesses: tuple[int, ...], dim: int) -> None:
-    model = layers_with(witnesses, dim)
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    for shape in SHAPES:
-        x = tokens(*shape).movedim(-1, dim).requires_grad_()
-        leaves = [x, *model.parameters()]
-        ours, theirs = compiled(x), model(x)
-        assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-        found = torch.autograd.grad(ours.sin().sum(), leaves)
-        for got, wanted in zip(found, torch.autograd.grad(theirs.sin().sum(), leaves), strict=True):
-            assert_close(got, wanted, rtol=1e-3, atol=1e-3)
-    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow
