@@ -295,6 +295,8 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
     (lambda: F.isru(torch.tensor(1.0), 0.5), "axis of channels"),
     (lambda: F.dyisru(X, 0.0), r"beta.*got 0\.0"),
     (lambda: F.dyisru_general(X, NAN, 0.0), "beta.*got nan"),
+    (lambda: F.dyisru(X, None), "beta.*got None"),
+    (lambda: F.dyisru(X, 1.0, witnesses=[0]), r"witnesses.*tensor.*got \[0\]"),
     (lambda: F.dyisru_general(X, 1.0, INF), "center.*finite"),
     (lambda: F.isru(X, 0.0), "alpha.*positive"),
     (lambda: F.dyt(X, NAN), "alpha.*finite"),

@@ -224,6 +224,7 @@ def test_bad_input_is_refused(name: str) -> None:
         ),
         (lambda: theory.scaled_dyt_alpha(0.0), r"beta.*got 0\.0"),
         (lambda: theory.derf_alpha(math.nan), "beta.*got nan"),
+        (lambda: theory.derf_alpha([4.0]), r"beta.*got \[4\.0\]"),
     ],
 )
 def test_error(call: Callable[[], object], message: str) -> None:

@@ -2,8 +2,11 @@
 
 import math
 import operator
-from collections.abc import Sequence
-from numbers import Integral, Real
+import os
+from collections.abc import Collection, Sequence
+from numbers import Integral
+from pathlib import Path
+from types import UnionType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -35,24 +38,28 @@ def watched_eagerly() -> bool:
     return bool(_interpreter() or _dispatch_modes() or _function_modes() or _trace())
 
 
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number; of any library, but no bool."""
+    return hasattr(value, "__float__") and not isinstance(value, bool)
+
+
 def check_positive(name: str, value: float) -> float:
     """Return ``value``, or raise ArgumentError when it is not a positive finite number."""
-    is_number = hasattr(value, "__float__") and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and value > 0):
+    if not (_is_number(value) and 0 < value < math.inf):
         raise ArgumentError(f"{name} must be a positive finite number, got {value!r}")
     return float(value)
 
 
 def check_finite(name: str, value: float) -> float:
     """Return ``value``, or raise ArgumentError when it is not a finite number."""
-    if not (hasattr(value, "__float__") and math.isfinite(value)):
+    if not (_is_number(value) and -math.inf < value < math.inf):
         raise ArgumentError(f"{name} must be a finite number, got {value!r}")
     return float(value)
 
 
 def check_not_negative(name: str, value: float) -> float:
     """Return ``value``, or raise ArgumentError if it is negative, not finite or not a number."""
-    if isinstance(value, bool) or not (hasattr(value, "__float__") and 0 <= value < math.inf):
+    if not (_is_number(value) and 0 <= value < math.inf):
         raise ArgumentError(
             f"{name} must be finite and not negative, got {value!r}: give 0 or a small number"
         )
@@ -61,7 +68,7 @@ def check_not_negative(name: str, value: float) -> float:
 
 def check_share(name: str, value: float) -> float:
     """Return ``value``, or raise ArgumentError if it is not a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
+    if not (_is_number(value) and 0 <= value <= 1):
         raise ArgumentError(f"{name} must be a number from 0 to 1, got {value!r}")
     return float(value)
 
@@ -71,6 +78,33 @@ def check_count(name: str, value: int, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ArgumentError(f"{name} must be an integer, at least {least}, got {value!r}")
     return int(value)
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that not all generators of random numbers take."""
+    if check_count("seed", seed, 0) >= 2**32:
+        raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {seed}")
+
+
+def check_kind(name: str, value: object, kind: type | UnionType, wanted: str) -> None:
+    """Refuse a value that is not of a class; ``wanted`` says in words what it must be."""
+    if not isinstance(value, kind):
+        raise ArgumentError(f"{name} must be {wanted}, got {value!r:.60}")
+
+
+def check_path(name: str, value: object) -> Path:
+    """Return a path, or raise ArgumentError if it is neither a string nor a path."""
+    check_kind(name, value, str | os.PathLike, "a path: give a str or a pathlib.Path")
+    return Path(cast("str | os.PathLike[str]", value))
+
+
+def check_items(name: str, values: object, kind: type, remedy: str) -> None:
+    """Refuse anything but a collection whose items are all of one class."""
+    is_collection = isinstance(values, Collection) and not isinstance(values, str)
+    if not is_collection or not all(isinstance(value, kind) for value in cast("Any", values)):
+        raise ArgumentError(
+            f"{name} must be a list of {kind.__name__}, got {values!r:.60}: {remedy}"
+        )
 
 
 def check_module(value: nn.Module, name: str = "the model") -> None:
@@ -188,9 +222,10 @@ def constant(
     """Return a constant of a point-wise function ready to be broadcast against ``z``."""
     if not isinstance(value, Tensor):
         # Both comparisons are False for NaN.
-        if not (0 if positive else -math.inf) < value < math.inf:
+        least = 0 if positive else -math.inf
+        if not (hasattr(value, "__float__") and least < value < math.inf):
             domain = "positive and finite" if positive else "finite"
-            raise ArgumentError(f"{name} must be {domain}, got {value}: give another value")
+            raise ArgumentError(f"{name} must be {domain}, got {value!r:.60}: give another value")
         return value
     check_floating(name, value)
     shape = tuple(value.shape)

@@ -1,5 +1,6 @@
 """Write files and directories completely, or not at all."""
 
+import json
 import os
 import secrets
 import shutil
@@ -11,7 +12,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from dynorm.arguments import check_path
 from dynorm.errors import StorageError
+from dynorm.plain import JsonObject
 
 # A directory with one of these is a saved model, which may be replaced.
 _MARKERS = ("dynorm.json", "config.json")
@@ -26,7 +29,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file in an existing folder. After a StorageError an old file is unchanged."""
-    target = Path(path)
+    target = check_path("the file", path)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}.part"
     try:
         temporary.write_bytes(data)
@@ -38,6 +41,18 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
         raise StorageError(
             f"{str(target)!r} cannot be written: {error}; give a path that can be"
         ) from error
+
+
+def read_json(path: Path) -> JsonObject:
+    """Read a JSON object, or raise StorageError if the file does not hold one."""
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    # Text that is not UTF-8, or not JSON, is a ValueError, and too deep nesting a RecursionError.
+    except (OSError, ValueError, RecursionError) as error:
+        raise StorageError(f"{path} must be readable JSON, but {error}") from error
+    if not isinstance(values, dict):
+        raise StorageError(f"{path} must hold a JSON object, got {values!r:.60}")
+    return values
 
 
 def require_writable(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from dynorm.arguments import (
     Constant,
+    check_kind,
     check_not_negative,
     clamped,
     constant,
@@ -332,6 +333,8 @@ def dyisru_general(
     if center is not None:
         z = z - constant("center", center, z, axis)
     u = clamped(z)
+    for name, tensor in (("witnesses", witnesses), ("gain", gain)):
+        check_kind(name, tensor, Tensor | None, "a tensor (K,), or None")
     if witnesses is not None and witnesses.numel():
         u, beta = beta_of_token(u, beta, axis, witnesses, gain)
     elif gain is not None and gain.numel():

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from dynorm.arguments import check_count, check_positive
-from dynorm.errors import ArgumentError, StorageError
-from dynorm.files import write_text
+from dynorm.arguments import check_count, check_kind, check_path, check_positive, check_seed
+from dynorm.errors import ArgumentError
+from dynorm.files import read_json, write_text
 from dynorm.plain import Plain
 from dynorm.replace.options import REST, LayerOptions, Target, options_by_glob, require_known
 
@@ -26,7 +26,6 @@ _LINE = {"to": "linear", "witnesses": 0}
 # The least value of each count.
 _LEAST = {
     "steps": 0,
-    "seed": 0,
     "held_out": 2,
     "max_length": 2,
     "batch": 1,
@@ -141,22 +140,10 @@ class Recipe(Plain):
         """Return the recipe in a JSON file; fields that it lacks have their defaults.
 
         Raises:
-            ArgumentError: it has a field that recipes do not have.
+            ArgumentError: it has a field that recipes do not have, or ``path`` is not a path.
             StorageError: it cannot be read, or is not a JSON object.
         """
-        try:
-            values = json.loads(Path(path).read_text("utf-8"))
-        # Text that is not UTF-8, or not JSON, is a ValueError.
-        except (OSError, ValueError) as error:
-            raise StorageError(
-                f"the recipe must be a JSON file that can be read, but {os.fspath(path)!r}: {error}"
-            ) from error
-        if not isinstance(values, dict):
-            raise StorageError(
-                f'the recipe must be a JSON object such as {{"witnesses": 4}}, but '
-                f"{os.fspath(path)!r} has {values!r:.60}"
-            )
-        return cls().changed(**values)
+        return cls().changed(**read_json(check_path("the recipe", path)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recipe as JSON, with all its fields."""
@@ -215,14 +202,11 @@ class Recipe(Plain):
             value = getattr(self, name)
             if value is not None or getattr(Recipe, name) is not None:
                 check_count(name, value, least)
-        if self.seed >= 2**32:
-            raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {self.seed}")
+        check_seed(self.seed)
         if self.lr is not None:
             check_positive("lr", self.lr)
         for name in ("bf16", "fold_means", "prefix", "stock"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ArgumentError(f"{name} must be True or False, got {value!r}")
+            check_kind(name, getattr(self, name), bool, "True or False")
         if self.stock and self.to != NO_NORM:
             raise ArgumentError(
                 f'stock must go with to="{NO_NORM}", because no class of transformers has layers of '
@@ -234,7 +218,4 @@ class Recipe(Plain):
                 f"witnesses must be 0 where no layer takes them from the recipe, got {self.witnesses} with "
                 f"to={self.to!r}; a line that is to be folded away reads its own channel only"
             )
-        if not isinstance(self.checkpoints, Path | None):
-            raise ArgumentError(
-                f"checkpoints must be the path of a folder, or None, got {self.checkpoints!r}"
-            )
+        check_kind("checkpoints", self.checkpoints, Path | None, "the path of a folder, or None")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+from dynorm.arguments import check_items
 from dynorm.errors import ArgumentError
 from dynorm.plain import PlainRecord
 
@@ -58,6 +59,11 @@ class NormSite(PlainRecord):
     def matches(self, glob: str) -> bool:
         """Return whether one of its paths, aliases too, matches a glob; `*` also spans dots."""
         return any(fnmatchcase(path, glob) for path in (self.path, *self.aliases))
+
+
+def check_sites(sites: object) -> None:
+    """Refuse anything but sites."""
+    check_items("sites", sites, NormSite, "pass the result of dynorm.find_norms(model, batch)")
 
 
 def require_matches(sites: Sequence[NormSite], globs: Iterable[str]) -> None:

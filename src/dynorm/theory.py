@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dynorm.arguments import check_not_negative, resolve
+from dynorm.arguments import check_not_negative, check_positive, resolve
 from dynorm.errors import ArgumentError
 from dynorm.functional import center, dyisru, dyisru_general, mean_square, rms
 
@@ -303,6 +303,4 @@ def _over_root(numerator: float, beta: FloatOrTensor) -> FloatOrTensor:
     """Return ``numerator / sqrt(beta)``."""
     if isinstance(beta, Tensor):
         return numerator / beta.sqrt()
-    if not 0 < beta < math.inf:
-        raise ArgumentError(f"beta must be positive and finite, got {beta}: give another value")
-    return numerator / math.sqrt(beta)
+    return numerator / math.sqrt(check_positive("beta", beta))

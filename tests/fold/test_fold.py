@@ -556,7 +556,7 @@ def test_models_that_cannot_be_folded_say_what_to_do(name: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"paths": ["x"]}, {"sites": [NormSite("x")]}, {"add_biases": True}]
+    [{"paths": ["x"]}, {"paths": 3}, {"sites": [NormSite("x")]}, {"sites": 3}, {"add_biases": True}]
     + [{"tolerance": value} for value in ("1e-3", True, -1.0, float("nan"))],
 )
 def test_bad_arguments_name_themselves(options: dict[str, Any]) -> None:

@@ -225,5 +225,8 @@ def test_a_failed_save_leaves_the_old_folder(
 def test_only_a_saved_model_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")
+    wrong: Any = None
+    with pytest.raises(ArgumentError, match=r"directory must be a path.*None"):
+        save(converted(), wrong)
     with pytest.raises(StorageError, match="empty to be overwritten"):
         save(converted(), tmp_path / "mine", overwrite=True)

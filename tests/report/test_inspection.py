@@ -138,6 +138,9 @@ class TestRefusals:
         sites = [NormSite("norm", kind="layernorm", normalized_shape=(24,))]
         with pytest.raises(dynorm.errors.ModelError, match="no 'norm'"):
             dynorm.inspect_norms(toy(), toy_batches(), sites=sites)
+        for options in ({"sites": ["norm"]}, {"meta": 3}, {"seed": None}):
+            with pytest.raises(dynorm.errors.ArgumentError, match=f"{next(iter(options))} must"):
+                dynorm.inspect_norms(toy(), toy_batches(), **options)
         with pytest.raises(dynorm.errors.DataError, match=r"reach.*least"):
             dynorm.inspect_norms(Never(), [torch.randn(4, 8)], sites=sites)
 

@@ -132,14 +132,6 @@ def test_an_annealed_model_that_broke_is_put_back() -> None:
     assert same(model, before)
 
 
-def test_checkpoints_in_the_place_of_a_file_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot be written"):
-        dynorm.distill_(
-            converted(), batches(), teacher=original(), steps=2, checkpoints=tmp_path / "file"
-        )
-
-
 def test_an_error_in_the_step_that_sets_the_constants_leaves_compilation_on() -> None:
     model = original()
     dynorm.convert_(model, dynorm.find_norms(model, batches()[0]), to="annealed")
@@ -232,15 +224,22 @@ def test_after_an_error_layers_and_buffers_are_those_from_before() -> None:
     assert layer.position == model.count == teacher.count == len(layer._forward_hooks) == 0
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     model = converted()
-    wrong: Any = None
-    with pytest.raises(ArgumentError, match="teacher"):
-        dynorm.distill_(model, batches(), teacher=wrong, steps=1)
-    with pytest.raises(ArgumentError, match="steps"):
-        dynorm.distill_(model, batches(), teacher=original(), steps=0)
-    with pytest.raises(ModelError, match="converted already"):
-        dynorm.distill_(model, batches(), teacher=converted(), steps=1)
+    file = tmp_path / "file"
+    file.touch()
+    refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ArgumentError, "teacher", {"teacher": None}),
+        (ArgumentError, "steps", {"steps": 0}),
+        (ArgumentError, "callbacks must be a list of TrainerCallback", {"callbacks": None}),
+        (ArgumentError, "callbacks.*make them", {"callbacks": [AnnealCallback]}),
+        (ArgumentError, "checkpoints must be a path.*got 3", {"checkpoints": 3}),
+        (StorageError, "cannot be written", {"checkpoints": file}),
+        (ModelError, "converted already", {"teacher": converted()}),
+    ]
+    for error, words, options in refused:
+        with pytest.raises(error, match=words):
+            dynorm.distill_(model, batches(), **({"teacher": original(), "steps": 1} | options))
     with pytest.raises(DataError):
         dynorm.distill_(model, iter(batches()), teacher=original(), steps=9)
     frozen = converted().requires_grad_(False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from dynorm.arguments import check_items
 from dynorm.errors import ArgumentError, ModelError
 from dynorm.find.affine import AffinePart, affine_parts
 from dynorm.find.recover import core
@@ -24,7 +25,7 @@ from dynorm.fold.report import FOLDED, NOT_WANTED, FoldedSite, Rewrite
 from dynorm.layers import AnnealedNorm, LinearControl, PointwiseNorm
 from dynorm.layers.rmsnorm import RMSNorm
 from dynorm.outputs import relative_error
-from dynorm.site import NormSite
+from dynorm.site import NormSite, check_sites
 
 _EXACT = 1e-11
 # Small tokens show whether eps is added to the variance, and where.
@@ -122,6 +123,9 @@ def site_folds(
 
     ``modules`` are the modules of the model by their paths; ``paths`` are those to fold.
     """
+    check_sites(norms)
+    if paths is not None:
+        check_items("paths", paths, str, "give those of sites that find_norms returned")
     sites = list(norms)
     for path, layer in modules.items():
         if path and isinstance(layer, PointwiseNorm):

@@ -4,12 +4,12 @@ import importlib
 import os
 import sys
 import warnings
-from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import nn
 
+from dynorm.arguments import check_path
 from dynorm.errors import ArgumentError, StorageError
 from dynorm.files import replaced_directory
 from dynorm.guard import require_plain_model
@@ -52,7 +52,7 @@ def save(
             tokenizer's, are kept.
 
     Raises:
-        ArgumentError: ``model`` is not a module.
+        ArgumentError: ``model`` is not a module, or ``directory`` not a path.
         ModelError: it has no point-wise layer, is wrapped in FSDP, sharded or on the meta device,
             is quantized too, or holds state that is not a tensor.
         StorageError: the directory exists, or cannot be written.
@@ -62,6 +62,7 @@ def save(
 
     Example:
         >>> import tempfile, torch, dynorm
+        >>> from pathlib import Path
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
         >>> _ = dynorm.convert_(model, dynorm.find_norms(model, torch.randn(4, 8)))
         >>> _ = dynorm.calibrate_(model, [torch.randn(64, 8)])
@@ -70,6 +71,7 @@ def save(
         ...     sorted(path.name for path in (Path(parent) / "model").iterdir())
         ['dynorm.json', 'model.safetensors']
     """
+    directory = check_path("directory", directory)
     require_plain_model(model, allowed=(*_COMPILED, *_REPLICATED))
     model = unwrapped(model)
     # A part's wrapper would change the names of its tensors.
@@ -126,12 +128,12 @@ def load(directory: str | os.PathLike[str], model: nn.Module | None = None) -> n
         >>> _ = dynorm.convert_(model, dynorm.find_norms(model, x))
         >>> _ = dynorm.calibrate_(model, [x])
         >>> with tempfile.TemporaryDirectory() as parent:
-        ...     save(model, Path(parent) / "model")
-        ...     loaded = load(Path(parent) / "model", build())
+        ...     save(model, f"{parent}/model")
+        ...     loaded = load(f"{parent}/model", build())
         >>> torch.equal(loaded(x), model(x))
         True
     """
-    folder = Path(directory)
+    folder = check_path("directory", directory)
     if not folder.is_dir():
         raise StorageError(
             f"{folder} must be a directory that dynorm.save wrote, but no such directory exists: "

@@ -1,16 +1,13 @@
 """The changes to a saved model's class: the layers, added biases and untied tensors."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeGuard
 
 from torch import nn
 
 from dynorm.errors import ArgumentError, ModelError, StorageError
 from dynorm.family import LAYERS, NAMES
-from dynorm.plain import JsonObject
 from dynorm.replace.converted import dynorm_layers
 from dynorm.replace.edits import edits_of, is_changed
 from dynorm.replace.specs import LayerSpec, specs_of
@@ -89,18 +86,6 @@ def read_names(values: Mapping[str, object], key: str, where: str) -> list[str]:
     if not is_list_of_str(names):
         raise StorageError(f"the {key} in {where} must be a list of names, got {names!s:.80}")
     return names
-
-
-def read_json(path: Path) -> JsonObject:
-    """Read a JSON object, or raise StorageError if the file does not hold one."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    # A file that is nested too deep raises RecursionError.
-    except (OSError, ValueError, RecursionError) as error:
-        raise StorageError(f"{path} must be readable JSON, but {error}") from error
-    if not isinstance(values, dict):
-        raise StorageError(f"{path} must hold a JSON object, got {type(values).__name__}")
-    return values
 
 
 def require_version(values: Mapping[str, object], where: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dynorm import version
 from dynorm.arguments import require_gathered
 from dynorm.errors import ArgumentError, ModelError, StorageError
+from dynorm.files import read_json
 from dynorm.guard import unchanged_on_error
 from dynorm.hub import contents
 from dynorm.replace.edits import give_bias_, untie_
@@ -42,7 +43,7 @@ def write_plain(model: nn.Module, changes: contents.Contents, folder: Path) -> N
 def read_plain(folder: Path, model: nn.Module | None) -> nn.Module:
     """Load a directory of :func:`write_plain` into ``model``; an error leaves that as it was."""
     where = str(folder / CONFIG)
-    values = contents.read_json(folder / CONFIG)
+    values = read_json(folder / CONFIG)
     contents.require_version(values, where)
     if not isinstance(model, nn.Module):
         raise ArgumentError(

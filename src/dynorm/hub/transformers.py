@@ -20,6 +20,7 @@ from transformers.quantizers import auto
 from dynorm import version
 from dynorm.arguments import require_gathered
 from dynorm.errors import ModelError, StorageError, listed, readable
+from dynorm.files import read_json
 from dynorm.hub import contents, quantizer
 from dynorm.hub.quantizer import (
     CODE,
@@ -184,7 +185,7 @@ class ConfigReader:
 
 def read_transformers(folder: Path) -> nn.Module:
     """Load a directory into the class that its config.json names; errors as :func:`dynorm.load`."""
-    config = contents.read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         raise StorageError(

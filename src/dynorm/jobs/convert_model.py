@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from dynorm.arguments import check_module
+from dynorm.arguments import check_kind, check_module
 from dynorm.batches import Batch, iterate
 from dynorm.errors import ArgumentError, DataError, ModelError, require_library
 from dynorm.jobs.stages import Data, convert_in_stages_
@@ -118,10 +118,7 @@ def _checked(recipe: Recipe | None, options: dict[str, Any]) -> Recipe:
     """Return the checked recipe with other values of some fields."""
     if recipe is None:
         recipe = Recipe()
-    if not isinstance(recipe, Recipe):
-        raise ArgumentError(
-            f"recipe must be a dynorm.Recipe, got {recipe!r:.60}: Recipe.load reads a file"
-        )
+    check_kind("recipe", recipe, Recipe, "a dynorm.Recipe, as Recipe.load reads from a file")
     recipe = recipe.changed(**options)
     recipe.check()
     if recipe.prefix:

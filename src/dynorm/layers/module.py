@@ -13,6 +13,7 @@ from dynorm.arguments import (
     check_channels,
     check_dim,
     check_finite,
+    check_positive,
     check_witnesses,
     refuse_witnesses,
     require_gathered,
@@ -158,10 +159,11 @@ class PointwiseModule(nn.Module):
         """
         require_gathered(self)
         stored = self.first_constant
-        value = beta
-        if not isinstance(value, Tensor):
-            value = torch.tensor(beta, dtype=torch.float64, device="cpu")
-        value = value.detach().to(torch.promote_types(value.dtype, upcast(stored).dtype))
+        if isinstance(beta, Tensor):
+            value = beta.detach()
+        else:
+            value = torch.tensor(check_positive("beta", beta), dtype=torch.float64, device="cpu")
+        value = value.to(torch.promote_types(value.dtype, upcast(stored).dtype))
         if value.numel() != 1:
             raise ArgumentError(
                 f"beta must be one number for all channels, got the shape {tuple(value.shape)}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynorm.errors import ArgumentError, ModelError, listed
+from dynorm.errors import ModelError, listed
 from dynorm.find.affine import affine_parts
 from dynorm.find.probe import has_other_forward
 from dynorm.find.tokens import tensor_like
@@ -19,7 +19,7 @@ from dynorm.plain import Plain
 from dynorm.replace.converted import Replaced, dynorm_layers, replaced_by
 from dynorm.replace.options import LayerOptions, Target, chosen_options, options_by_glob
 from dynorm.replace.swap import swap_, take_over_
-from dynorm.site import NormSite
+from dynorm.site import NormSite, check_sites
 from dynorm.table import Table, count_of
 
 
@@ -158,12 +158,7 @@ def convert_(
 
 def _require_sites(model: nn.Module, sites: Sequence[NormSite]) -> None:
     """Check that there are sites, and say why there may be none."""
-    is_list = isinstance(sites, Sequence) and not isinstance(sites, str)
-    if not is_list or not all(isinstance(site, NormSite) for site in sites):
-        raise ArgumentError(
-            f"sites must be a list of NormSite, got {sites!r:.60}: call "
-            "dynorm.convert_(model, dynorm.find_norms(model, batch), to='dyisru')"
-        )
+    check_sites(sites)
     if sites:
         return
     layers = dynorm_layers(model)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dynorm.arguments import check_kind
 from dynorm.batches import Batch, iterate
 from dynorm.errors import ModelError
 from dynorm.family import NAMES
@@ -77,6 +78,7 @@ def measure(
     """
     require_plain_model(model)
     require_plain_model(original)
+    check_kind("meta", meta, Mapping | None, "a dict, or None")
     layers = require_layers(model)
     default = warn_of_defaults(model)
     sites, remaining = with_sites(original, iterate(batches), sites)

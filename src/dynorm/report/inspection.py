@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from dynorm.arguments import check_kind, check_seed
 from dynorm.batches import Batch, iterate
 from dynorm.errors import ModelError, listed
 from dynorm.fit.witnesses import TokenScales
@@ -73,6 +74,8 @@ def inspect_norms(
         Section 4, eq. 17 to 19.
     """
     require_plain_model(model)
+    check_seed(seed)
+    check_kind("meta", meta, Mapping | None, "a dict, or None")
     sites, remaining = with_sites(model, iterate(batches), sites)
     watched = _watched(model, sites, seed)
     measured = 0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dynorm.batches import Batch, arguments, require_finite, site_tokens, token_masks
 from dynorm.errors import DataError
 from dynorm.find.probe import find_norms
-from dynorm.site import NormSite
+from dynorm.site import NormSite, check_sites
 
 
 class SiteStats:
@@ -47,6 +47,7 @@ def with_sites(
 ) -> tuple[Sequence[NormSite], Iterator[Batch]]:
     """Return the sites, found with the first batch if they are not given, and all batches."""
     if sites is not None:
+        check_sites(sites)
         return sites, batches
     first = next(batches)
     args, kwargs = arguments(model, first)

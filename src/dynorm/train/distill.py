@@ -9,16 +9,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from dynorm.arguments import check_count, check_module, check_positive
+from dynorm.arguments import (
+    check_count,
+    check_items,
+    check_module,
+    check_path,
+    check_positive,
+    check_seed,
+)
 from dynorm.batches import Batch, cycled
 from dynorm.errors import (
-    ArgumentError,
     CalibrationWarning,
     DataError,
     ModelError,
@@ -130,8 +135,8 @@ def distill_(
         Steps, time, and the loss before and after.
 
     Raises:
-        ArgumentError: the teacher is not a module, a number is not positive and finite, or a count
-            not an integer.
+        ArgumentError: the teacher is not a module, a number is not positive and finite, a count not an
+            integer, a callback not one of transformers, or ``checkpoints`` not a path.
         DataError: ``batches`` is empty, has a wrong one, or is a one-shot iterator with fewer batches than
             steps; the outputs hold nothing to compare; or the loss of the first batches is not finite.
         ModelError: the model has no point-wise layer, or nothing to train; the teacher lacks the
@@ -157,10 +162,15 @@ def distill_(
     if lr is None:
         lr = defaults_of(model).lr
     _check(model, teacher, steps, lr, seed)
+    from transformers import TrainerCallback
+
     from dynorm.train.callbacks import AnnealCallback
     from dynorm.train.trainer import LOSS, RUN, DistillationTrainer, training_arguments
 
-    folder = None if checkpoints is None else Path(checkpoints)
+    check_items(
+        "callbacks", callbacks, TrainerCallback, "make them first, as in [AnnealCallback()]"
+    )
+    folder = None if checkpoints is None else check_path("checkpoints", checkpoints)
     started = time.perf_counter()
     objective = Distillation(model, teacher, bf16 and usable_bf16(model))
     if folder is not None and objective.sharded:
@@ -251,8 +261,7 @@ def _check(model: nn.Module, teacher: nn.Module, steps: int, lr: float, seed: in
         check_module(module, name)
         require_values(module)
     check_count("steps", steps)
-    if check_count("seed", seed, 0) >= 2**32:
-        raise ArgumentError(f"seed must be from 0 to 2**32 - 1, got {seed}")
+    check_seed(seed)
     check_positive("lr", lr)
     require_library("transformers", "its Trainer")
     require_library("accelerate", "the Trainer of transformers")

@@ -18,7 +18,7 @@ from transformers import PrinterCallback, Trainer, TrainerState, TrainingArgumen
 from dynorm.arguments import upcast
 from dynorm.batches import Batch
 from dynorm.errors import ModelError, StorageError
-from dynorm.files import write_text
+from dynorm.files import read_json, write_text
 from dynorm.train.objective import Distillation
 from dynorm.wrappers import gathered
 
@@ -114,8 +114,9 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
                 write_text(file, json.dumps(run))
             return
         try:
-            known = json.loads(file.read_text("utf-8"))
-            known = {name: float(known[name]) for name in run}
+            saved = read_json(file)
+            known = {name: float(saved[name]) for name in run}
+        # A StorageError is an OSError.
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise StorageError(
                 f"a checkpoint must come with {RUN}, which says of which run it is, but: {error}: remove "
