@@ -143,22 +143,14 @@ def check_channels(normalized_shape: Shape) -> int:
                 "norm over several axes, or flatten them in front of it"
             )
         value = value[0]
-    channels = _check_int("normalized_shape", value)
-    if channels < 1:
-        raise ArgumentError(f"normalized_shape must be positive, got {normalized_shape!r}")
-    return channels
+    return check_count("normalized_shape", value)
 
 
 def check_dim(dim: int) -> int:
     """Return the channel axis, or raise ArgumentError if it is not an integer."""
-    return _check_int("dim", dim)
-
-
-def _check_int(name: str, value: Any) -> int:
-    """Return an integer; NumPy's are accepted, booleans and floats are not."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ArgumentError(f"{name} must be an int, got {value!r}")
-    return operator.index(value)
+    if isinstance(dim, bool) or not isinstance(dim, Integral):
+        raise ArgumentError(f"dim must be an int, got {dim!r}")
+    return int(dim)
 
 
 def upcast(value: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ def test_an_encoder_is_written_as_a_folder_that_loads(
 ) -> None:
     said: list[str] = []
     out = tmp_path / "out"
-    recipe = replace(QUICK, steps=2, to={"embeddings.*": "keep", "*.0.*": "dyt"})
+    to = {"embeddings.*": "keep", "*.0.*": "dyt"}
+    recipe = replace(QUICK, steps=2, to=to, checkpoints=tmp_path / "kept")
     report = convert_pretrained(encoder, out, recipe, texts=[texts], say=said.append)
     names = {"model", "report.json", "report.html", "recipe.json"}
     assert {path.name for path in out.iterdir()} == names
@@ -45,7 +46,14 @@ def test_an_encoder_is_written_as_a_folder_that_loads(
     assert Recipe.load(out / "recipe.json").steps == 2
     with pytest.raises(StorageError, match="overwrite"):
         convert_pretrained(encoder, out, QUICK, texts=[texts])
-    convert_pretrained(encoder, out, QUICK, texts=[texts], overwrite=True)
+    convert_pretrained(encoder, out, recipe, texts=[texts], overwrite=True, say=said.append)
+    assert f"The distillation continues from step 2 of 2, in {recipe.checkpoints}." in said
+    said.clear()
+    with pytest.raises(StorageError, match="of this run, but its seed is 0"):
+        convert_pretrained(
+            encoder, tmp_path / "other", replace(recipe, seed=1), texts=[texts], say=said.append
+        )
+    assert "replaced by" not in "".join(said)
     (out / "mine.txt").write_text("")
     with pytest.raises(StorageError, match=r"earlier run.*mine\.txt"):
         convert_pretrained(encoder, out, QUICK, texts=[texts], overwrite=True)

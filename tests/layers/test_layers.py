@@ -251,7 +251,7 @@ def test_nan_stays_where_it_is(kind: type[PointwiseNorm]) -> None:
 
 
 BAD_ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "no channels": (0, {}, "normalized_shape.*positive, got 0"),
+    "no channels": (0, {}, "normalized_shape.*least 1, got 0"),
     "several axes": ((4, 5), {}, r"size of one axis, got \(4, 5\): keep a norm"),
     "no sizes": ((), {}, r"normalized_shape.*one axis, got \(\)"),
     "float size": (4.0, {}, r"normalized_shape.*int.*got 4\.0"),

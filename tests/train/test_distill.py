@@ -173,7 +173,9 @@ def test_a_run_resumes_from_its_checkpoint_and_another_models_is_refused(tmp_pat
     done, again = converted(), converted()
     options: Any = {"teacher": original(), "lr": 1e-3, "steps": 10, "checkpoints": tmp_path}
     dynorm.distill_(done, batches(), **options)
-    assert dynorm.distill_(again, batches(), **options).steps == 10
+    report = dynorm.distill_(again, batches(), **options)
+    assert report.steps == report.resumed == 10
+    assert "continued from the checkpoint of step 10" in str(report)
     assert same(again, done)
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-best" / "trainer_state.json").write_text("")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,6 +53,8 @@ def convert_in_stages_(
     After each stage the outputs for a few held-out batches are compared with the original's. After
     an error the model is as it was before.
     """
+    if recipe.steps and recipe.checkpoints is not None:
+        _find_checkpoint(recipe, say)
     batch = data.calibration[0]
     args, kwargs = arguments(model, batch)
     sites = find_norms(model, *args, **kwargs)
@@ -104,6 +107,19 @@ def convert_in_stages_(
     report.meta["seconds"] = stages.seconds
     report.meta["stages"] = stages.details
     return report
+
+
+def _find_checkpoint(recipe: Recipe, say: Say) -> None:
+    """Say that the distillation will continue from a checkpoint; refuse before the work one of another run."""
+    from dynorm.train.trainer import steps_done
+
+    run = {name: getattr(recipe, name) for name in ("steps", "lr", "seed")}
+    assert recipe.checkpoints is not None
+    done = steps_done(Path(recipe.checkpoints), run)
+    if done:
+        say(
+            f"The distillation continues from step {done} of {recipe.steps}, in {recipe.checkpoints}."
+        )
 
 
 def _try_to_fold(model: nn.Module, batch: Batch, recipe: Recipe, say: Say) -> None:

@@ -1,5 +1,6 @@
 """Distillation: a converted model learns from the original, in the Trainer of transformers."""
 
+import json
 import math
 import os
 import tempfile
@@ -29,7 +30,7 @@ from dynorm.errors import (
     ModelError,
     require_library,
 )
-from dynorm.files import require_writable
+from dynorm.files import require_writable, write_text
 from dynorm.guard import (
     copies_of,
     edited_parts,
@@ -65,6 +66,7 @@ class DistillationReport(Plain):
             annealed model, because it is still a norm then.
         loss_after: the same after training.
         kept: whether the trained weights are kept; False if the weights from before were better.
+        resumed: the step of the checkpoint that it continued from; 0 without one.
     """
 
     steps: int
@@ -73,6 +75,7 @@ class DistillationReport(Plain):
     loss_before: float | None = None
     loss_after: float | None = None
     kept: bool = True
+    resumed: int = 0
 
     def __str__(self) -> str:
         """Return the outcome in a line."""
@@ -80,6 +83,8 @@ class DistillationReport(Plain):
         if self.loss_before is not None and self.loss_after is not None:
             title += f": loss {self.loss_before:.3f} -> {self.loss_after:.3f}"
         notes = []
+        if self.resumed:
+            notes.append(f"continued from the checkpoint of step {self.resumed}")
         if not self.kept:
             notes.append("the weights from before were better, and are put back")
         return str(Table((), (), notes, title=title))
@@ -165,13 +170,14 @@ def distill_(
     from transformers import TrainerCallback
 
     from dynorm.train.callbacks import AnnealCallback
-    from dynorm.train.trainer import LOSS, RUN, DistillationTrainer, training_arguments
+    from dynorm.train.trainer import LOSS, RUN, DistillationTrainer, steps_done, training_arguments
 
     check_items(
         "callbacks", callbacks, TrainerCallback, "make them first, as in [AnnealCallback()]"
     )
     folder = None if checkpoints is None else check_path("checkpoints", checkpoints)
     started = time.perf_counter()
+    resumed = 0
     objective = Distillation(model, teacher, bf16 and usable_bf16(model))
     if folder is not None and objective.sharded:
         raise ModelError(
@@ -211,14 +217,11 @@ def distill_(
                         "them, or outputs of either model, that are NaN or overflow"
                     )
                 if folder is not None:
-                    run = {
-                        "steps": steps,
-                        "lr": lr,
-                        "seed": seed,
-                        LOSS: loss_before,
-                    }
-                    trainer.require_same_run(folder, run)
-                trainer.train_from(folder)
+                    run = {"steps": steps, "lr": lr, "seed": seed, LOSS: loss_before}
+                    resumed = steps_done(folder, run)
+                    if not resumed and trainer.is_world_process_zero():
+                        write_text(folder / RUN, json.dumps(run))
+                trainer.train_from(resumed)
                 trainer.model.eval()
                 loss_after = trainer.mean_loss(first)
             finally:
@@ -251,7 +254,7 @@ def distill_(
         )
     seconds = time.perf_counter() - started
     return DistillationReport(
-        taken, lr, seconds, None if annealed else loss_before, loss_after, kept
+        taken, lr, seconds, None if annealed else loss_before, loss_after, kept, resumed
     )
 
 

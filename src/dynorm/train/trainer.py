@@ -1,6 +1,5 @@
 """The Trainer that distills a model. It imports transformers, so import it only when needed."""
 
-import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from transformers import PrinterCallback, Trainer, TrainerState, TrainingArgumen
 from dynorm.arguments import upcast
 from dynorm.batches import Batch
 from dynorm.errors import ModelError, StorageError
-from dynorm.files import read_json, write_text
+from dynorm.files import read_json
 from dynorm.train.objective import Distillation
 from dynorm.wrappers import gathered
 
@@ -106,32 +105,6 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             loss = torch.stack([self.model(batch) for batch in batches]).mean()
         return float(self.accelerator.reduce(loss, reduction="mean"))
 
-    def require_same_run(self, folder: Path, run: Mapping[str, float]) -> None:
-        """Describe a run next to its checkpoints, or refuse checkpoints of another run."""
-        file = folder / RUN
-        if last_checkpoint(folder) is None:
-            if self.is_world_process_zero():
-                write_text(file, json.dumps(run))
-            return
-        try:
-            saved = read_json(file)
-            known = {name: float(saved[name]) for name in run}
-        # A StorageError is an OSError.
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise StorageError(
-                f"a checkpoint must come with {RUN}, which says of which run it is, but: {error}: remove "
-                f"the checkpoints in {folder}, or give another folder"
-            ) from error
-        for name, value in run.items():
-            # The loss depends on the machine, too.
-            tolerance = 1e-3 if name == LOSS else 0.0
-            if not math.isclose(known[name], value, rel_tol=tolerance, abs_tol=tolerance / 10):
-                raise StorageError(
-                    f"the checkpoint in {folder} must be of this run, but its {name} is {known[name]:.4g}, "
-                    f"where this run has {value:.4g}: remove it, give another folder, or the batches in the "
-                    "order of that run"
-                )
-
     def _skip_unless_finite(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Leave the weights as they are where a gradient is not finite: the step would make them all NaN.
 
@@ -141,12 +114,12 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             optimizer.zero_grad()
             self.skipped += 1
 
-    def train_from(self, folder: Path | None) -> None:
-        """Train, from the last checkpoint in the folder if there is one."""
-        last = None if folder is None else last_checkpoint(folder)
-        if last is None:
+    def train_from(self, step: int) -> None:
+        """Train, from the checkpoint of a step unless it is 0."""
+        if not step:
             self.train()
             return
+        last = Path(self.args.output_dir, f"checkpoint-{step}")
         try:
             state = TrainerState.load_from_json(str(last / _STATE))
             if state.global_step < self.args.max_steps:
@@ -235,11 +208,36 @@ def training_arguments(
     return arguments
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """Return the last complete checkpoint: the Trainer's state is written last."""
-    complete = {}
+def steps_done(folder: Path, run: Mapping[str, float]) -> int:
+    """Return the step of the last checkpoint in a folder, 0 without one; refuse one of another run.
+
+    ``run`` has the numbers by which it is known, or those of them that are known yet.
+    """
+    done = 0
+    # The Trainer's state is the last file of a checkpoint.
     for state in folder.glob(f"checkpoint-*/{_STATE}"):
         number = state.parent.name.removeprefix("checkpoint-")
         if number.isdecimal():
-            complete[int(number)] = state.parent
-    return complete[max(complete)] if complete else None
+            done = max(done, int(number))
+    if not done:
+        return 0
+    file = folder / RUN
+    try:
+        saved = read_json(file)
+        known = {name: float(saved[name]) for name in run}
+    # A StorageError is an OSError.
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise StorageError(
+            f"a checkpoint must come with {RUN}, which says of which run it is, but: {error}: remove "
+            f"the checkpoints in {folder}, or give another folder"
+        ) from error
+    for name, value in run.items():
+        # The loss depends on the machine, too.
+        tolerance = 1e-3 if name == LOSS else 0.0
+        if not math.isclose(known[name], value, rel_tol=tolerance, abs_tol=tolerance / 10):
+            raise StorageError(
+                f"the checkpoint in {folder} must be of this run, but its {name} is {known[name]:.4g}, "
+                f"where this run has {value:.4g}: remove it, give another folder, or the batches in the "
+                "order of that run"
+            )
+    return done
