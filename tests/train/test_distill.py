@@ -220,7 +220,7 @@ def test_after_an_error_layers_and_buffers_are_those_from_before() -> None:
             dynorm.finalize_(model)
             layer.register_forward_hook(print)
 
-    with pytest.raises(KeyError):
+    with pytest.warns(CalibrationWarning, match="no AnnealCallback"), pytest.raises(KeyError):
         dynorm.distill_(model, batches(), teacher=teacher, steps=4, callbacks=[Finalize(KeyError)])
     assert model[1] is layer
     assert layer.position == model.count == teacher.count == len(layer._forward_hooks) == 0

@@ -152,7 +152,7 @@ def distill_(
 
     Warns:
         CalibrationWarning: the weights from before are put back, steps are left out because a gradient is
-            not finite, or bfloat16 is not used.
+            not finite, bfloat16 is not used, or an annealed model has no :class:`AnnealCallback`.
 
     Example:
         >>> import copy
@@ -184,6 +184,17 @@ def distill_(
             "checkpoints must be None for a model that is sharded by fully_shard: save it with "
             "torch.distributed.checkpoint in a callback"
         )
+    # An annealed model is still its teacher: it has no error that a step could make smaller.
+    layers = dynorm_layers(model).values()
+    annealed = [layer for layer in layers if isinstance(layer, AnnealedNorm)]
+    has_schedule = any(isinstance(callback, AnnealCallback) for callback in callbacks)
+    if not has_schedule and any(layer.position < 1 for layer in annealed):
+        warnings.warn(
+            "an annealed model stays a norm in part, because no AnnealCallback is among the callbacks: "
+            "pass callbacks=[AnnealCallback()], unless one of yours calls set_anneal_",
+            CalibrationWarning,
+            stacklevel=2,
+        )
     if folder is not None:
         require_writable(folder / RUN, overwrite=True)
     with (
@@ -206,8 +217,6 @@ def distill_(
             report_to="none",
         )
         trainer = DistillationTrainer(objective, stream, arguments, lr, callbacks)
-        # An annealed model is still its teacher: it has no error that a step could make smaller.
-        annealed = any(isinstance(module, AnnealedNorm) for module in model.modules())
         with _restorable(model) as put_back:
             try:
                 loss_before = trainer.mean_loss(first)
