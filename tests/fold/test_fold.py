@@ -170,6 +170,7 @@ REFUSALS: dict[str, tuple[Run, dict[str, Any], str]] = {
     "dropout in training": (lambda m, h: m.h(functional.dropout(h, 0.5, True)), {}, "dropout"),
     "rounded": (lambda m, h: m.h(h.float().double()), {}, "fewer digits"),
     "einsum": (lambda m, h: torch.einsum("btc,oc->bto", h, m.h.weight), {}, "not linear"),
+    "sum": (lambda m, h: m.h(h + 1), {}, "a sum, which has no weight"),
     "groups": (
         lambda m, h: m.conv(h.mT),
         {"conv": nn.Conv1d(C, C, 1, groups=2)},

@@ -20,6 +20,7 @@ from dynorm.fold.graph import (
     where,
 )
 
+SUMS = ("aten.add", "aten.sub", "aten.rsub")
 _CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d")
 _PLAIN_PRODUCTS = ("aten.mm", "aten.matmul", "aten.bmm")
 _PRODUCTS = (*_PLAIN_PRODUCTS, "aten._grouped_mm", "transformers.grouped_mm_fallback")
@@ -134,7 +135,10 @@ def reader_of(node: Node, value: Node, axis: int) -> Reader:
     """
     product = product_of(node, value)
     if product is None or not product.reads(value, axis):
-        raise RefusedError(f"read by {where(node)}, which is not linear in the channels")
+        reason = "which is not linear in the channels"
+        if packet(node) in SUMS:
+            reason = "a sum, which has no weight to take over the norm's"
+        raise RefusedError(f"read by {where(node)}, {reason}")
     weight = operand_at(node, product.weight, product.contracted)
     if weight is None:
         raise RefusedError(f"read by {where(node)}, whose weight is computed, not a parameter")

@@ -21,10 +21,9 @@ from dynorm.fold.graph import (
     where,
     width,
 )
-from dynorm.fold.operators import Reader, RefusedError, Write, reader_of, writes
+from dynorm.fold.operators import SUMS, Reader, RefusedError, Write, reader_of, writes
 from dynorm.fold.site import SiteFold
 
-_SUMS = ("aten.add", "aten.sub", "aten.rsub")
 _ZEROS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
 
 
@@ -109,7 +108,7 @@ class Stream:
             # Another path of its module has another placeholder.
             self._todo += [(node, axis) for node in slot.nodes]
             return
-        if packet(op) in _SUMS:
+        if packet(op) in SUMS:
             self._follow_parts(value, axis, op.args[:2])
             return
         if packet(op) == "aten.cat":
@@ -161,7 +160,7 @@ class Stream:
         to = carried(user, value, axis)
         if to is not None:
             self._todo.append((user, to))
-        elif packet(op) in _SUMS:
+        elif packet(op) in SUMS:
             # The axes of a sum's terms are counted from the last one.
             self._todo.append((user, axis - rank_of(value) + rank_of(user)))
         elif packet(op) == "aten.cat" and (argument(op, 1) or 0) % rank_of(user) != axis:
