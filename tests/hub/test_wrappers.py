@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import dynorm
 from dynorm.errors import ModelError
-from dynorm.hub import contents
+from dynorm.files import read_json
 from dynorm.wrappers import plain_name, unwrapped
 from tests.ecosystem.models import first, gpt2
 
@@ -131,7 +131,7 @@ def test_a_model_that_was_wrapped_before_its_conversion(tmp_path: Path) -> None:
     model = converted(wrap_blocks(build(), checkpoint_wrapper))
     dynorm.save(model, tmp_path / "model")
     paths = [
-        layer["paths"] for layer in contents.read_json(tmp_path / "model/dynorm.json")["layers"]
+        layer["paths"] for layer in read_json(tmp_path / "model/dynorm.json")["layers"]
     ]
     assert paths == [
         ["blocks.0.norm"],
