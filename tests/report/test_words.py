@@ -107,9 +107,10 @@ def errors(values: list[float]) -> dict[str, float]:
 
 
 def test_sites_that_stand_out_are_to_be_kept() -> None:
-    sentence = about_sites(errors([0.1, 0.12, 0.1, 0.44, 0.09, 0.3]))
+    sentence = about_sites(errors([0.1, 0.12, 0.1, 0.44, 0.09, 0.3]), "none")
     assert "norm3 (0.440), norm5 (0.300)" in sentence
-    assert "--to PATH=keep" in sentence
+    # The command without its own target would go back to the default.
+    assert "to={'PATH': 'keep', '*': 'none'}, or --to PATH=keep --to none." in sentence
     # Small errors do not matter, however different they are.
     for alike in ([0.1, 0.12, 0.15], [0.01, 0.01, 0.09], [0.1], []):
-        assert about_sites(errors(alike)) == ""
+        assert about_sites(errors(alike), "none") == ""

@@ -169,7 +169,10 @@ class ModelReport(Report):
     def advice(self) -> list[str]:
         """Return the recommendation: which norms to keep, if some stand out."""
         errors = {site.path: site.error_now for site in self.sites if site.error_now is not None}
-        return [about_sites(errors)]
+        to = self.meta.get("recipe", {}).get("to")
+        if not isinstance(to, str):
+            to = "..."
+        return [about_sites(errors, to)]
 
 
 def dependence(sites: Sequence[SiteReport]) -> str:
@@ -295,8 +298,11 @@ def _stage_table(stages: Mapping[str, Any], kind: str) -> Table | None:
     return Table(["stage", *names.values()], rows, notes) if rows else None
 
 
-def about_sites(errors: Mapping[str, float]) -> str:
-    """Return a sentence about the sites whose errors stand out, or "" if there are none."""
+def about_sites(errors: Mapping[str, float], to: str) -> str:
+    """Return sentences about the sites whose errors stand out, or "" if there are none.
+
+    ``to`` is the layer of the run, without which the default would take its place.
+    """
     middle = median(errors.values()) if errors else 0.0
     by_error = sorted(errors, key=lambda path: errors[path], reverse=True)
     worst = []
@@ -308,5 +314,6 @@ def about_sites(errors: Mapping[str, float]) -> str:
     figures = listed([f"{path} ({digits(errors[path])})" for path in worst])
     return (
         "If you may keep some norms, keep those of the largest layer errors, over twice the median "
-        f"({digits(middle)}): {figures}. A norm is kept with to={{path: 'keep'}}, or --to PATH=keep."
+        f"({digits(middle)}): {figures}. A norm is kept with to={{'PATH': 'keep', '*': {to!r}}}, "
+        f"or --to PATH=keep --to {to}."
     )
