@@ -333,8 +333,8 @@ def dyisru_general(
     if center is not None:
         z = z - constant("center", center, z, axis)
     u = clamped(z)
-    for name, tensor in (("witnesses", witnesses), ("gain", gain)):
-        check_kind(name, tensor, Tensor | None, "a tensor (K,), or None")
+    check_kind("witnesses", witnesses, Tensor | None, "a tensor (K,), or None")
+    check_kind("gain", gain, Tensor | None, "a tensor (K,), or None")
     if witnesses is not None and witnesses.numel():
         u, beta = beta_of_token(u, beta, axis, witnesses, gain)
     elif gain is not None and gain.numel():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dynorm.arguments import Constant, along, check_witness_tensors
+from dynorm.errors import ArgumentError
 
 # The smallest normal number of float16, so that it stays a divisor after a conversion to it.
 _SMALLEST_UNIT = 2.0**-14
@@ -42,6 +43,11 @@ def beta_of_token(
 def _sums(u: Tensor, axis: int, witnesses: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return ``sum_k g_k (u_k / largest)^2`` of each channel, and the size of a token's largest witness."""
     channels = u.shape[axis]
+    if hasattr(u, "device_mesh"):
+        raise ArgumentError(
+            "x must be a plain tensor where there are witnesses, got a DTensor: leave such layers out of the "
+            "parallel plan, or take their witnesses off with layer.set_witnesses_(0)"
+        )
     check_witness_tensors(witnesses, gain, channels)
     # Compared and added one by one, so that the graph has no reduction, not even over the few.
     shown = torch.split(u.index_select(axis, witnesses), 1, axis)

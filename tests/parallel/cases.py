@@ -47,6 +47,12 @@ def layers(folder: Path) -> dict[str, Any]:
     return found
 
 
+def sharded_witnesses(folder: Path) -> Any:
+    mesh = init_device_mesh("cpu", (2,))
+    layer = parallelize_module(dynorm.DyISRU(C, witnesses=2), mesh, SequenceParallel())
+    return layer(torch.ones(4, 5, C))
+
+
 def converted() -> tuple[nn.Module, list[Tensor]]:
     """Return a model, alike on every rank, and batches of this rank's own."""
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.parallel.launch import Found, errors, launch, values
 
-CASES = ("layers", "calibrated", "nan_on_the_first", "nan_on_the_second")
+CASES = ("layers", "sharded_witnesses", "calibrated", "nan_on_the_first", "nan_on_the_second")
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +20,12 @@ def test_a_sharded_layer_is_the_plain_one_and_needs_no_collective(two: Found) ->
         for name, (gap, collectives) in found.items():
             assert gap < 1e-12, name
             assert collectives == 0, name
+
+
+def test_a_sharded_layer_takes_no_witnesses(two: Found) -> None:
+    for kind, message in errors(two, "sharded_witnesses"):
+        assert kind == "ArgumentError"
+        assert "DTensor: leave such layers out" in message
 
 
 def test_all_ranks_get_the_layers_of_the_first(two: Found) -> None:
