@@ -77,7 +77,7 @@ import program
 try:
     program.load()
 except ValueError as error:
-    assert "import dynorm before you load this model" in str(error)
+    assert "install dynorm and import it before you load this model" in str(error)
     program.load(trust_remote_code=True)
 """,
         "DyISRU",

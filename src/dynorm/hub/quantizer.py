@@ -30,8 +30,8 @@ METHOD = "dynorm"
 # quotes it in its error.
 BARRIER = "transformers_weights"
 ADVICE = (
-    "import dynorm before you load this model, or pass trust_remote_code=True to an Auto class: its "
-    "norms are replaced by layers that only dynorm (pip) knows"
+    "install dynorm and import it before you load this model, or pass trust_remote_code=True to an Auto "
+    "class: its norms are replaced by layers that only this Python library knows"
 )
 # The file that programs import if they trust the code of a folder, and its entry in config.json.
 CODE_FILE = "modeling_dynorm.py"
