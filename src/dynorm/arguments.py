@@ -92,16 +92,16 @@ def check_kind(name: str, value: object, kind: type | UnionType, wanted: str) ->
         raise ArgumentError(f"{name} must be {wanted}, got {value!r:.60}")
 
 
-def check_path(name: str, value: object) -> Path:
+def check_path(name: str, value: Any) -> Path:
     """Return a path, or raise ArgumentError if it is neither a string nor a path."""
     check_kind(name, value, str | os.PathLike, "a path: give a str or a pathlib.Path")
-    return Path(cast("str | os.PathLike[str]", value))
+    return Path(value)
 
 
-def check_items(name: str, values: object, kind: type, remedy: str) -> None:
+def check_items(name: str, values: Any, kind: type, remedy: str) -> None:
     """Refuse anything but a collection whose items are all of one class."""
     is_collection = isinstance(values, Collection) and not isinstance(values, str)
-    if not is_collection or not all(isinstance(value, kind) for value in cast("Any", values)):
+    if not is_collection or not all(isinstance(value, kind) for value in values):
         raise ArgumentError(
             f"{name} must be a list of {kind.__name__}, got {values!r:.60}: {remedy}"
         )

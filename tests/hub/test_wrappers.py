@@ -130,9 +130,7 @@ def test_a_model_that_was_wrapped_before_its_conversion(tmp_path: Path) -> None:
     # The paths that are found have the wrapper in them, and those that are saved have not.
     model = converted(wrap_blocks(build(), checkpoint_wrapper))
     dynorm.save(model, tmp_path / "model")
-    paths = [
-        layer["paths"] for layer in read_json(tmp_path / "model/dynorm.json")["layers"]
-    ]
+    paths = [layer["paths"] for layer in read_json(tmp_path / "model/dynorm.json")["layers"]]
     assert paths == [
         ["blocks.0.norm"],
         ["blocks.0.module.1"],

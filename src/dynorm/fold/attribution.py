@@ -8,7 +8,6 @@ from torch import nn
 from torch.fx import Interpreter, Node
 from torch.nn.functional import linear
 
-from dynorm.arguments import check_module
 from dynorm.batches import Batch, arguments
 from dynorm.fold.graph import is_move, is_tensor, packet, shape
 from dynorm.fold.operators import product_of
@@ -28,7 +27,6 @@ def attribution(model: nn.Module, batch: Batch) -> JsonObject | None:
         and the relative ``error`` of their sum. None if the logits are not a linear map of a sum,
         as with a norm before the head.
     """
-    check_module(model)
     example = mapped(arguments(model, batch), lambda tensor: tensor[:1] if tensor.ndim else tensor)
     with undisturbed(model, example, evaluate=True, attributes=True):
         flat = Flat(model, example)

@@ -54,7 +54,7 @@ def convert_in_stages_(
     an error the model is as it was before.
     """
     if recipe.steps and recipe.checkpoints is not None:
-        _find_checkpoint(recipe, say)
+        _find_checkpoint(Path(recipe.checkpoints), recipe, say)
     batch = data.calibration[0]
     args, kwargs = arguments(model, batch)
     sites = find_norms(model, *args, **kwargs)
@@ -109,17 +109,14 @@ def convert_in_stages_(
     return report
 
 
-def _find_checkpoint(recipe: Recipe, say: Say) -> None:
+def _find_checkpoint(folder: Path, recipe: Recipe, say: Say) -> None:
     """Say that the distillation will continue from a checkpoint; refuse before the work one of another run."""
     from dynorm.train.trainer import steps_done
 
     run = {name: getattr(recipe, name) for name in ("steps", "lr", "seed")}
-    assert recipe.checkpoints is not None
-    done = steps_done(Path(recipe.checkpoints), run)
+    done = steps_done(folder, run)
     if done:
-        say(
-            f"The distillation continues from step {done} of {recipe.steps}, in {recipe.checkpoints}."
-        )
+        say(f"The distillation continues from step {done} of {recipe.steps}, in {folder}.")
 
 
 def _try_to_fold(model: nn.Module, batch: Batch, recipe: Recipe, say: Say) -> None:

@@ -185,10 +185,12 @@ def distill_(
             "torch.distributed.checkpoint in a callback"
         )
     # An annealed model is still its teacher: it has no error that a step could make smaller.
-    layers = dynorm_layers(model).values()
-    annealed = [layer for layer in layers if isinstance(layer, AnnealedNorm)]
+    annealed = any(
+        isinstance(layer, AnnealedNorm) and layer.position < 1
+        for layer in dynorm_layers(model).values()
+    )
     has_schedule = any(isinstance(callback, AnnealCallback) for callback in callbacks)
-    if not has_schedule and any(layer.position < 1 for layer in annealed):
+    if annealed and not has_schedule:
         warnings.warn(
             "an annealed model stays a norm in part, because no AnnealCallback is among the callbacks: "
             "pass callbacks=[AnnealCallback()], unless one of yours calls set_anneal_",
