@@ -114,28 +114,24 @@ class WitnessNorm(LogBetaNorm):
         if residual is not None or kernels.traced(x) or not x.is_floating_point():
             return None
         witnesses, gain = self.witnesses_and_gains()
-        of_witnesses = x.movedim(self.dim, -1).index_select(-1, witnesses)
-        u = upcast(of_witnesses)
+        u = upcast(x.movedim(self.dim, -1).index_select(-1, witnesses))
         # A square is below max / 2^28, so that 16 of them stay finite with gains up to 2^24.
         limit = torch.finfo(u.dtype).max ** 0.5 / 2**14
         # A larger witness, or NaN, needs the definition. On a GPU the test would wait for it, so the
         # witness is clamped there instead.
         if u.is_cpu and not bool((u.abs() <= limit).all()):
             return None
-        total = (u.clamp(-limit, limit).square() * gain).sum(-1)
-        results = call_kernel(self, x, token_constant=total)
+        u = u.clamp(-limit, limit)
+        squares = u.square() * gain
+        results = call_kernel(self, x, token_constant=squares.sum(-1))
         if results is None:
             return None
-        # The witnesses as a token of K channels: each is in the sums of the others.
-        columns = functional.dyisru(
-            of_witnesses,
-            self.beta(),
-            _chosen(self.factor(), witnesses),
-            _chosen(self.bias, witnesses),
-            scale=self.scale,
-            witnesses=torch.arange(len(witnesses), device=x.device),
-            gain=gain,
-        )
+        # Added without its own, and not subtracted from the sum: a witness may be larger than the others together.
+        is_other = 1 - torch.eye(len(witnesses), device=x.device)
+        others = (squares.unsqueeze(-2) * is_other).sum(-1)
+        f = u / (self.beta() + others + u.square()).sqrt()
+        weight, bias = _chosen(self.factor(), witnesses), _chosen(self.bias, witnesses)
+        columns = functional.linear(f, 1.0, weight, bias, scale=self.scale).to(x.dtype)
         return [results[0].index_copy_(self.dim, witnesses, columns.movedim(-1, self.dim))]
 
     def has_witnesses(self, saved: Tensor) -> bool:
