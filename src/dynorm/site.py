@@ -7,11 +7,11 @@ from fnmatch import fnmatchcase
 
 from dynorm.arguments import check_items
 from dynorm.errors import ArgumentError
-from dynorm.plain import PlainRecord
+from dynorm.plain import Plain
 
 
 @dataclass(frozen=True)
-class NormSite(PlainRecord):
+class NormSite(Plain):
     """One norm of a model, as `find_norms` recovered it.
 
     Args:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from dynorm.plain import Plain, PlainRecord
+from dynorm.plain import Plain
 from dynorm.site import NormSite
 from dynorm.table import Table
 
@@ -34,7 +34,7 @@ NOT_WANTED = Rewrite(OFF)
 
 
 @dataclass(frozen=True)
-class FoldedSite(PlainRecord):
+class FoldedSite(Plain):
     """One norm or point-wise layer after a fold.
 
     Args:

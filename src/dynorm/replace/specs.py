@@ -11,14 +11,14 @@ from dynorm.errors import ArgumentError, ModelError
 from dynorm.family import layer_class
 from dynorm.find.tokens import tensor_like
 from dynorm.layers.rmsnorm import RMSNorm
-from dynorm.plain import PlainRecord
+from dynorm.plain import Plain
 from dynorm.replace.converted import LAYER_NAMES, identity, is_ours
 from dynorm.replace.swap import swap_
 from dynorm.wrappers import plain_modules
 
 
 @dataclass(frozen=True)
-class LayerSpec(PlainRecord):
+class LayerSpec(Plain):
     """One point-wise layer of a model, or a module that a fold left, as plain values."""
 
     layer: str  # a name of dynorm.family.LAYERS, "rmsnorm" or "identity"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dynorm.files import write_text
-from dynorm.plain import JsonObject, NotTheModel, plain
+from dynorm.plain import JsonObject, plain
 from dynorm.report.rendering import rendered
 from dynorm.table import Table, count_of, wrapped
 
@@ -15,7 +15,7 @@ KINDS = {"layernorm": "LN", "rmsnorm": "RMS"}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Report(NotTheModel):
+class Report:
     """A report on a model, which prints itself as a table and writes itself as a page."""
 
     _template: ClassVar[str]
