@@ -138,7 +138,10 @@ build/debian-descriptions.txt:
 	apt-get update -qq -o Dir::State::lists="$(CURDIR)/build/apt" -o Acquire::Languages=en
 	/usr/lib/apt/apt-helper cat-file build/apt/*_main_i18n_Translation-en* > $@
 
-UNTRAINED = $(BIN)/dynorm convert "$$($(BIN)/python tools/demo_model.py)" build/untrained --name all-MiniLM-L6-v2 --steps 0 --overwrite
+# The encoder of texts in build/NAME, with other options than those of `make demo`.
+define encoder
+	$(BIN)/dynorm convert "$$($(BIN)/python tools/demo_model.py)" build/$(1) --name all-MiniLM-L6-v2 --overwrite $(2)
+endef
 
 # The figures of README.md and docs/: what three models lose without training and distilled, what an encoder loses at
 # retrieval, and what compile, export and ONNX make of converted models. Hours on 2 cores; rows that
@@ -147,8 +150,10 @@ quality: demo .venv/models.stamp build/pictures build/debian-descriptions.txt
 	cp build/demo/report.json benchmarks/results/demo.json
 	for model in minilm smollm2 dinov2; do $(BIN)/python -m benchmarks.quality $$model || exit 1; done
 	for model in minilm smollm2 dinov2; do $(BIN)/python -m benchmarks.recipes $$model || exit 1; done
-	$(UNTRAINED)
-	$(BIN)/python -m benchmarks.retrieval build/untrained/model build/demo/model
+	$(call encoder,untrained,--steps 0)
+	$(call encoder,lines,--to linear)
+	$(call encoder,witnesses,--witnesses 4)
+	$(BIN)/python -m benchmarks.retrieval $(foreach name,untrained demo lines witnesses,build/$(name)/model)
 	$(BIN)/python -m benchmarks.deploy
 	$(BIN)/python -m benchmarks.tables
 	$(BIN)/python -m benchmarks.picture
@@ -157,7 +162,7 @@ quality: demo .venv/models.stamp build/pictures build/debian-descriptions.txt
 check-figures: setup .venv/models.stamp build/debian-descriptions.txt
 	$(BIN)/python -m benchmarks.quality minilm --check
 	$(BIN)/python -m benchmarks.quality smollm2 --check
-	$(UNTRAINED)
+	$(call encoder,untrained,--steps 0)
 	$(BIN)/python -m benchmarks.retrieval --check build/untrained/model
 
 # The figures and tables of the paper, for docs/mathematics.md.

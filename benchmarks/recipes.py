@@ -49,8 +49,9 @@ class Way:
         in_order: anneal one site after another, from the first to the last.
         penalty: the weight of the variance of the logarithm of the tokens' sizes, at each site; while
             there are norms, if the way is annealed.
-        witnesses: how many witnesses the layers have at first; in three quarters of the run their
-            gains shrink, and then they are none.
+        witnesses: how many witnesses the layers have.
+        shrinks: let the gains of the witnesses shrink in three quarters of the run, so that there are
+            none in the end.
         to: the layer, where it is not annealed.
         prefix: whether the texts follow a constant token.
         lr: the learning rate.
@@ -60,6 +61,7 @@ class Way:
     in_order: bool = False
     penalty: float = 0.0
     witnesses: int = 0
+    shrinks: bool = False
     to: str = "dyisru"
     prefix: bool = False
     lr: float = ENCODER.lr
@@ -105,7 +107,8 @@ COMPARISONS = {
         batch=16,
         ways={
             **WAYS,
-            "four witnesses whose gains shrink": Way(witnesses=4),
+            "four witnesses": Way(witnesses=4),
+            "four witnesses whose gains shrink": Way(witnesses=4, shrinks=True),
             "lines from the start": Way(to="linear"),
             "lines, sizes made equal throughout": Way(to="linear", penalty=PENALTY),
         },
@@ -120,7 +123,10 @@ COMPARISONS = {
         ways={
             "layers from the start, no constant token": Way(),
             **{title: replace(way, prefix=True) for title, way in WAYS.items()},
-            "eight witnesses whose gains shrink": Way(witnesses=8, prefix=True, lr=6e-4),
+            "eight witnesses": Way(witnesses=8, prefix=True, lr=6e-4),
+            "eight witnesses whose gains shrink": Way(
+                witnesses=8, shrinks=True, prefix=True, lr=6e-4
+            ),
             "at 1.6 times the rate": Way(prefix=True, lr=4e-3),
             "at a quarter of the rate": Way(prefix=True, lr=6e-4),
         },
@@ -174,10 +180,10 @@ class Shrink(TrainerCallback):
 
 
 class Curve(TrainerCallback):
-    """Measure the model now and then, with strict layers in the norms' place."""
+    """Measure the model now and then, with the layers that it will have in the end."""
 
-    def __init__(self, model: nn.Module, subject: Subject, plan: Comparison) -> None:
-        self.model, self.subject, self.plan = model, subject, plan
+    def __init__(self, model: nn.Module, subject: Subject, plan: Comparison, way: Way) -> None:
+        self.model, self.subject, self.plan, self.way = model, subject, plan, way
         self.points: list[Row] = []
         self.seconds = 0.0
         self.started = time.process_time()
@@ -191,7 +197,7 @@ class Curve(TrainerCallback):
         """Add a point."""
         self.seconds += time.process_time() - self.started
         point: Row = {"step": step, "cpu_seconds": round(self.seconds)}
-        with as_strict_layers(self.model):
+        with as_final_layers(self.model, self.way):
             for kind in self.plan.kinds:
                 batches = self.subject.held_out[kind][: self.plan.compared]
                 output = compare(self.model, self.subject.model, batches)
@@ -210,14 +216,14 @@ def set_constants_(model: nn.Module, batches: Batches) -> None:
 
 
 @contextmanager
-def as_strict_layers(model: nn.Module) -> Iterator[None]:
-    """Let annealed layers be those that they end as, and witnesses have no gain."""
+def as_final_layers(model: nn.Module, way: Way) -> Iterator[None]:
+    """Let annealed layers be those that they end as, and witnesses that shrink have no gain."""
     positions, gains = {}, {}
     for layer in dynorm_layers(model).values():
         if isinstance(layer, AnnealedNorm):
             positions[layer] = layer.position
             layer.set_t_(1.0)
-        if isinstance(layer, WitnessNorm) and layer.log_gain is not None:
+        if way.shrinks and isinstance(layer, WitnessNorm) and layer.log_gain is not None:
             gains[layer.log_gain] = layer.log_gain.detach().clone()
             layer.log_gain.data.fill_(-torch.inf)
     yield
@@ -273,7 +279,7 @@ def curve(subject: Subject, plan: Comparison, way: Way) -> list[Row]:
     means = fold_means_(model, sites, [site.path for site in sites], batch, subject.calibration)
     if means is not None:
         sites = means.norms
-    points = Curve(model, subject, plan)
+    points = Curve(model, subject, plan, way)
     callbacks: list[TrainerCallback] = [points]
     if way.anneal is None:
         dynorm.convert_(model, sites, to=way.to, witnesses=way.witnesses)
@@ -283,7 +289,7 @@ def curve(subject: Subject, plan: Comparison, way: Way) -> list[Row]:
         set_constants_(model, subject.calibration)
         anneal = OneByOne(model) if way.in_order else AnnealCallback(*way.anneal)
         callbacks.insert(0, anneal)
-    if way.witnesses:
+    if way.shrinks:
         callbacks.insert(0, Shrink(model))
     if way.penalty:
         penalize_(model, way.penalty)
