@@ -127,7 +127,7 @@ class WitnessNorm(LogBetaNorm):
         if results is None:
             return None
         # Added without its own, and not subtracted from the sum: a witness may be larger than the others together.
-        is_other = 1 - torch.eye(len(witnesses), device=x.device)
+        is_other = 1 - torch.eye(len(witnesses), dtype=u.dtype, device=u.device)
         others = (squares.unsqueeze(-2) * is_other).sum(-1)
         f = u / (self.beta() + others + u.square()).sqrt()
         weight, bias = _chosen(self.factor(), witnesses), _chosen(self.bias, witnesses)
