@@ -326,3 +326,17 @@ def test_error(call: Callable[[], object], message: str) -> None:
 def test_all_lists_the_public_functions() -> None:
     functions = inspect.getmembers(F, inspect.isfunction)
     assert set(F.__all__) == {n for n, f in functions if f.__module__ == F.__name__ and n[0] != "_"}
+
+
+def test_a_constant_may_vary_or_be_a_size_under_compile() -> None:
+    x = torch.linspace(-3, 3, 12).reshape(3, 4)
+    of_number = torch.compile(F.dyisru, fullgraph=True, dynamic=True, backend="eager")
+    for beta in (1.5, 2.5):
+        assert_close(of_number(x, beta), F.dyisru(x, beta))
+    of_size = torch.compile(
+        lambda x: F.dyisru(x, x.shape[-1] / 2),
+        fullgraph=True,
+        dynamic=True,
+        backend="eager",
+    )
+    assert_close(of_size(x), F.dyisru(x, 2.0))

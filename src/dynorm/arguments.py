@@ -4,7 +4,7 @@ import math
 import operator
 import os
 from collections.abc import Collection, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, cast
@@ -39,8 +39,10 @@ def watched_eagerly() -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a value is a number; of any library, but no bool."""
-    return hasattr(value, "__float__") and not isinstance(value, bool)
+    """Return whether a value is a number; of any library, also a size that torch.compile does not know, but no bool."""
+    # torch.compile cannot look for an attribute such as __float__.
+    numbers = (float, int, Real, Tensor, torch.SymInt, torch.SymFloat)
+    return isinstance(value, numbers) and not isinstance(value, bool)
 
 
 def check_positive(name: str, value: float) -> float:
@@ -215,7 +217,7 @@ def constant(
     if not isinstance(value, Tensor):
         # Both comparisons are False for NaN.
         least = 0 if positive else -math.inf
-        if not (hasattr(value, "__float__") and least < value < math.inf):
+        if not (_is_number(value) and least < value < math.inf):
             domain = "positive and finite" if positive else "finite"
             raise ArgumentError(f"{name} must be {domain}, got {value!r:.60}: give another value")
         return value

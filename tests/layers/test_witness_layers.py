@@ -87,6 +87,11 @@ def test_huge_infinite_and_missing_witnesses() -> None:
     x = torch.full((1, C), math.nan)
     x[0, 0] = 1.0
     assert layer(x).isnan().all()
+    # A term that overflows by its gain.
+    layer.set_witnesses_(WITNESSES, [1e30, 1.0])
+    x = torch.ones(1, C)
+    x[0, 4] = 1e10
+    assert_close(layer(x), layer.definition(x))
 
 
 @pytest.mark.parametrize("value", [1e17, math.inf, -math.inf, math.nan])

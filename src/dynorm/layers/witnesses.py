@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dynorm import functional, kernels
-from dynorm.arguments import check_positive, check_witnesses, upcast
+from dynorm.arguments import check_positive, check_witnesses, clamped, upcast
 from dynorm.errors import ArgumentError
 from dynorm.layers.by_kernel import call_kernel
 from dynorm.layers.constants import LogBetaNorm
@@ -114,22 +114,20 @@ class WitnessNorm(LogBetaNorm):
         if residual is not None or kernels.traced(x) or not x.is_floating_point():
             return None
         witnesses, gain = self.witnesses_and_gains()
-        u = upcast(x.movedim(self.dim, -1).index_select(-1, witnesses))
-        # A square is below max / 2^28, so that 16 of them stay finite with gains up to 2^24.
-        limit = torch.finfo(u.dtype).max ** 0.5 / 2**14
-        # A larger witness, or NaN, needs the definition. On a GPU the test would wait for it, so the
-        # witness is clamped there instead.
-        if u.is_cpu and not bool((u.abs() <= limit).all()):
+        u = clamped(upcast(x.movedim(self.dim, -1).index_select(-1, witnesses)))
+        squares = u.square()
+        terms = squares * gain
+        # If a sum may overflow, or is NaN, the definition serves. On a GPU the test would wait for it.
+        limit = torch.finfo(u.dtype).max / 32
+        if u.is_cpu and not bool((torch.maximum(squares, terms) <= limit).all()):
             return None
-        u = u.clamp(-limit, limit)
-        squares = u.square() * gain
-        results = call_kernel(self, x, token_constant=squares.sum(-1))
+        results = call_kernel(self, x, token_constant=terms.sum(-1))
         if results is None:
             return None
         # Added without its own, and not subtracted from the sum: a witness may be larger than the others together.
-        is_other = 1 - torch.eye(len(witnesses), dtype=u.dtype, device=u.device)
-        others = (squares.unsqueeze(-2) * is_other).sum(-1)
-        f = u / (self.beta() + others + u.square()).sqrt()
+        is_own = torch.eye(len(witnesses), dtype=torch.bool, device=u.device)
+        others = terms.unsqueeze(-2).masked_fill(is_own, 0).sum(-1)
+        f = u / (self.beta() + others + squares).sqrt()
         weight, bias = _chosen(self.factor(), witnesses), _chosen(self.bias, witnesses)
         columns = functional.linear(f, 1.0, weight, bias, scale=self.scale).to(x.dtype)
         return [results[0].index_copy_(self.dim, witnesses, columns.movedim(-1, self.dim))]

@@ -169,7 +169,8 @@ class ModelReport(Report):
     def advice(self) -> list[str]:
         """Return the recommendation: which norms to keep, if some stand out."""
         errors = {site.path: site.error_now for site in self.sites if site.error_now is not None}
-        to = self.meta.get("recipe", {}).get("to")
+        recipe = self.meta.get("recipe")
+        to = recipe.get("to") if isinstance(recipe, Mapping) else None
         if not isinstance(to, str):
             to = "..."
         return [about_sites(errors, to)]
