@@ -171,14 +171,14 @@ def speed_table() -> str:
 
 def speed_models_table() -> str:
     """Return the times of whole models over the same model with identities in the norms' place."""
+    models = load("speed")["models"]
     rows = []
-    for row in load("speed")["models"]:
+    for row in models:
         cells = [f"{row['model']}, {row['input']}"]
         for median, lower, upper in row["over_identities"].values():
             cells.append(f"{median:.3f} ({lower:.3f} to {upper:.3f})")
         rows.append(cells)
-    contenders = load("speed")["models"][0]["over_identities"]
-    heads = ["its norms" if name == "norms" else name for name in contenders]
+    heads = ["its norms" if name == "norms" else name for name in models[0]["over_identities"]]
     return lines_of(["time over identities", *heads], rows)
 
 

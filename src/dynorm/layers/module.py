@@ -159,11 +159,9 @@ class PointwiseModule(nn.Module):
         """
         require_gathered(self)
         stored = self.first_constant
-        if isinstance(beta, Tensor):
-            value = beta.detach()
-        else:
-            value = torch.tensor(check_positive("beta", beta), dtype=torch.float64, device="cpu")
-        value = value.to(torch.promote_types(value.dtype, upcast(stored).dtype))
+        if not isinstance(beta, Tensor):
+            beta = torch.tensor(check_positive("beta", beta), dtype=torch.float64, device="cpu")
+        value = beta.detach().to(torch.promote_types(beta.dtype, upcast(stored).dtype))
         if value.numel() != 1:
             raise ArgumentError(
                 f"beta must be one number for all channels, got the shape {tuple(value.shape)}"
